@@ -1,0 +1,604 @@
+"""Inverse products: (C + lambda I)^-1 v = product + lambda + solver, and nothing else.
+
+Every solver stands once, as a method of ``solvers``. ``_Inverse`` puts a method together with a product; its two
+faces are the bound form (x held, all work that depends on x alone done at build) and the unbound form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from . import implicit, solvers
+from .errors import StructureError, message
+from .products import Curvature, bound, check_product_knobs, curvature, hvp_at_x
+from .solvers import Callback, Method
+from .tree import Leaves, Tree, check_argnums, check_args, check_callable, flatten
+
+__all__ = [
+    "ihvp_at_x_cg",
+    "ihvp_at_x_explicit",
+    "ihvp_at_x_lissa",
+    "ihvp_cg",
+    "ihvp_explicit",
+    "ihvp_lissa",
+]
+
+Solve = Callable[[Tree], Any]
+SolveAt = Callable[[tuple[Any, ...], Tree], Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# both forms of every solver
+
+
+@dataclass(frozen=True)
+class _Inverse:
+    """An inverse product before it meets x.
+
+    ``make(tensor axes, samples, memory)`` returns the solver's method; ``memory`` outlives a call of a bound form.
+    """
+
+    func: Callable[..., Any]
+    argnums: int | tuple[int, ...]
+    mode: str
+    regularization: float
+    product: Callable[..., Any]
+    chunk_size: int | None
+    has_aux: bool
+    make: Callable[[int | None, dict[str, Any]], Method]
+    samples: bool = False
+    collate: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_callable(self.func, "func", "the loss itself, func(*x) -> scalar")
+        check_callable(self.product, "product", "hvp_at_x, or a function with its signature")
+        check_product_knobs(self.mode, self.regularization, self.chunk_size)
+        if self.collate is not None:
+            check_callable(self.collate, "collate_fn", "a function of the tuple of arguments of func")
+        self.make(None, {})  # a wrong knob raises here, before there is an x
+
+    def at(self, x: tuple[Any, ...], in_dims: Any, *, detach: bool) -> tuple[Curvature, Leaves, int | None]:
+        """Return the system at x, without a solver, and how many samples it can draw from."""
+        axes, count = _sample_axes(x, in_dims, self.argnums) if self.samples else ((), None)
+        func = self.func if self.collate is None else _Collated(self.func, self.collate)
+        system, tensors = curvature(
+            func,
+            x,
+            self.argnums,
+            self.mode,
+            self.regularization,
+            self.chunk_size,
+            detach=detach,
+            hold=True,
+            product=self.product,
+            kind=_Sampled,
+            inverse=True,
+            quiet=self.has_aux,
+            axes=axes,
+        )
+        return system, tensors, count
+
+    def finish(self, system: Curvature, method: Method, v: Tree, held: implicit.System, tensors: Leaves) -> Any:
+        """Solve for v."""
+        rows, single = system.point.rows(v)
+        outputs = implicit.apply(held, rows, tensors)
+        out = solvers.result(system.point, outputs, single, method.name, system.notes)
+        return tuple(out) if self.has_aux else out.value
+
+    def bound(self, x: tuple[Any, ...], in_dims: Any = None) -> _BoundSolve:
+        """Return v -> u with x held."""
+        return _BoundSolve(self, x, in_dims)
+
+    def unbound(self, x: tuple[Any, ...], v: Tree, in_dims: Any = None) -> Any:
+        """Return u at x."""
+        system, tensors, count = self.at(check_args(x), in_dims, detach=False)
+        method = self.make(count, {})
+        return self.finish(system, method, v, replace(system, solve=method.rule), tensors)
+
+
+class _BoundSolve:
+    """An inverse product with x bound: ``f(v)``; see the function that made it.
+
+    Attributes:
+        point: x taken apart, with the layout of a vector.
+    """
+
+    def __init__(self, inverse: _Inverse, x: tuple[Any, ...], in_dims: Any) -> None:
+        self._inverse = inverse
+        self._system, self._tensors, self._count = inverse.at(x, in_dims, detach=True)
+        self._memory: dict[str, Any] = {}
+        self._held = self._hold(inverse.make(self._count, self._memory))
+        self.point = self._system.point
+
+    def _hold(self, method: Method) -> tuple[Method, implicit.System, Leaves]:
+        system = replace(self._system, solve=method.rule)
+        return (method, system, self._tensors) if method.random else (method, *bound(system, self._tensors))
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The dense C + lambda I [p, p] that an explicit solve has factored."""
+        method, system, _ = self._held
+        if not isinstance(system, implicit.Held) or not hasattr(system.run, "matrix"):
+            raise AttributeError(f"matrix: only ihvp_at_x_explicit outside of transforms holds one, not {method.name}")
+        matrix: torch.Tensor = system.run.matrix
+        return matrix
+
+    def __call__(self, v: Tree) -> Any:
+        """Return the inverse product with v, in v's shapes; with ``has_aux``, ``(u, SolveInfo)``."""
+        method, held, tensors = self._held
+        if method.random:  # every call draws anew
+            method, held, tensors = self._hold(self._inverse.make(self._count, self._memory))
+        return self._inverse.finish(self._system, method, v, held, tensors)
+
+
+class _Collated:
+    """A loss on collated arguments."""
+
+    def __init__(self, func: Callable[..., Any], collate: Callable[..., Any]) -> None:
+        self.func, self.collate = func, collate
+
+    def __call__(self, *x: Any) -> Any:
+        return self.func(*self.collate(x))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# losses whose arguments hold samples
+
+
+@dataclass(frozen=True)
+class _Sampled(Curvature):
+    """Curvature that can be restricted to a batch of samples.
+
+    ``axes`` says for each tensor of the arguments outside argnums which axis holds samples, or None. With
+    ``indexed``, the last tensor is the index of the samples to use.
+    """
+
+    axes: tuple[int | None, ...] = field(kw_only=True, default=())
+    indexed: bool = field(kw_only=True, default=False)
+
+    def sampled(self, tensors: Leaves) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+        """Return (rows [k, R, *B, p], indices [R, batch] or None) -> (C_batch + lambda I) rows."""
+        whole: list[implicit.Matvec] = []
+
+        def product(rows: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+            if indices is None:
+                if not whole:
+                    whole.append(self.matvec(tensors))
+                return whole[0](rows.flatten(0, 1)).reshape(rows.shape)
+            one = replace(
+                self, indexed=True, hold=False, levels=tuple(_with_index(level, False) for level in self.levels)
+            )
+            if len(indices) == 1:
+                return one.matvec((*tensors, indices[0]))(rows.squeeze(1)).unsqueeze(1)
+            repeats = implicit.Level(len(indices), self.must_map)
+            each = replace(one, levels=(*one.levels, _with_index(repeats, True)))
+            lifted = (
+                t.expand(len(indices), *t.shape) if must else t for t, must in zip(tensors, self.must_map, strict=True)
+            )
+            return each.matvec((*lifted, indices))(rows)
+
+        return product
+
+    def _base_loss(self, tensors: Leaves) -> torch.Tensor:
+        if not self.indexed:
+            return super()._base_loss(tensors)
+        *tensors, index = tensors  # type: ignore[assignment]
+        first = len(self.point.leaves)
+        taken = list(tensors)
+        for i, axis in enumerate(self.axes, first):
+            if axis is not None:
+                taken[i] = tensors[i].index_select(axis, index)
+        return super()._base_loss(tuple(taken))
+
+
+def _with_index(level: implicit.Level, mapped: bool) -> implicit.Level:
+    return implicit.Level(level.size, (*level.mapped, mapped))
+
+
+def _sample_axes(
+    x: tuple[Any, ...], in_dims: Any, argnums: int | tuple[int, ...]
+) -> tuple[tuple[int | None, ...], int | None]:
+    """Return the sample axis of each tensor outside argnums, and how many samples they hold (None: there are none)."""
+    positions = check_argnums(argnums, len(x))
+    fix = "pass one entry per argument of func: an int, None or a tree of those, None at argnums"
+    if in_dims is not None:
+        if not isinstance(in_dims, tuple | list) or len(in_dims) != len(x):
+            raise StructureError(
+                message("in_dims", f"a tuple of {len(x)} entries, one per argument", f"{in_dims!r}", fix)
+            )
+        if any(in_dims[i] is not None for i in positions):
+            raise StructureError(message("in_dims", f"None at argnums {positions}", f"{in_dims!r}", fix))
+    axes: list[int | None] = []
+    counts: dict[str, int] = {}
+    for i, argument in enumerate(x):
+        if i in positions:
+            continue
+        entries = _spread(0 if in_dims is None else in_dims[i], argument, f"in_dims[{i}]")
+        for leaf, axis in zip(flatten(argument)[0], entries, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if axis is None or (in_dims is None and leaf.ndim == 0):
+                axes.append(None)
+                continue
+            if not -leaf.ndim <= axis < leaf.ndim:
+                expected = f"an axis of a tensor of shape {tuple(leaf.shape)}"
+                raise StructureError(message(f"in_dims[{i}]", expected, str(axis), fix))
+            axes.append(axis % leaf.ndim)
+            counts[f"x[{i}] {tuple(leaf.shape)}"] = leaf.shape[axis]
+    if len(set(counts.values())) > 1:
+        fix = "pass in_dims with None for what holds no samples"
+        raise StructureError(
+            message("x", "the same number of samples in each argument outside argnums", str(counts), fix)
+        )
+    count = next(iter(counts.values()), None)
+    if count == 0:
+        raise StructureError(
+            message("x", "at least one sample", "0", "pass data, or in_dims=None for the data argument")
+        )
+    return tuple(axes), count
+
+
+def _spread(entry: Any, value: Any, name: str) -> list[int | None]:
+    """Return one entry of in_dims per leaf of an argument; an int or None stands for a whole subtree."""
+    if entry is None or (isinstance(entry, int) and not isinstance(entry, bool)):
+        return [entry] * len(flatten(value)[0])
+    if isinstance(entry, dict) and isinstance(value, dict) and entry.keys() == value.keys():
+        return [axis for key in value for axis in _spread(entry[key], value[key], f"{name}[{key!r}]")]
+    if isinstance(entry, tuple | list) and isinstance(value, tuple | list) and len(entry) == len(value):
+        return [axis for i, part in enumerate(value) for axis in _spread(entry[i], part, f"{name}[{i}]")]
+    fix = "use the argument's own structure, or one int or None for all of it"
+    raise StructureError(message(name, "an int, None or a tree of those like the argument", f"{entry!r}", fix))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# explicit
+
+
+def _explicit(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    regularization: float,
+    product: Callable[..., Any],
+    mode: str,
+    chunk_size: int | None,
+    has_aux: bool,
+) -> _Inverse:
+    method = solvers.explicit_method()
+    return _Inverse(func, argnums, mode, regularization, product, chunk_size, has_aux, lambda *_: method)
+
+
+def ihvp_at_x_explicit(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    regularization: float = 0.0,
+    product: Callable[..., Any] = hvp_at_x,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> Solve:
+    """Bind x, build C + lambda I, factor it once, and return v -> (C + lambda I)^-1 v.
+
+    C is the Hessian of ``func`` with respect to ``x[argnums]`` (or what ``product`` computes), p its number of scalars.
+    Memory p**2 numbers, time p products and p**3 / 3 operations, all at build.
+
+    Args:
+        func: loss, ``func(*x) -> scalar``. Its own reduction sets the scale: a mean loss gives a mean Hessian.
+        x: arguments of ``func``; any pytrees, taken as constants. Only ``argnums`` must be floating point.
+        argnums: which argument, or a tuple for several at once.
+        regularization: lambda >= 0, in units of loss / parameter**2.
+        product: ``hvp_at_x``, or any function with its signature.
+        mode: "rev-rev" or "rev-fwd", handed on to the product.
+        chunk_size: most columns pushed through autodiff at once; None = all p.
+        has_aux: return ``(u, SolveInfo)``.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf
+        (all k in one triangular solve). ``solve.matrix`` is C + lambda I [p, p].
+
+    Raises:
+        StructureError: v does not match x[argnums] (both structures are printed).
+        DtypeError: a differentiated leaf is not floating point.
+        ValueError: C has NaN or inf entries; the leaves are named.
+
+    Warns:
+        ConvergenceWarning: C + lambda I is singular (u is then the least-norm answer); names leaves without curvature
+            and the lambda that would do.
+
+    Source: Koh and Liang (2017), Understanding black-box predictions via influence functions, arXiv:1703.04730.
+
+    >>> loss = lambda p: (p["w"] ** 2).sum() - p["b"] ** 2          # Hessian diag(2, 2, -2): indefinite
+    >>> solve = ihvp_at_x_explicit(loss, {"w": torch.zeros(2), "b": torch.zeros(())})
+    >>> solve({"w": torch.ones(2), "b": torch.tensor(1.0)})["b"]
+    tensor(-0.5000)
+    """
+    return _explicit(func, argnums, regularization, product, mode, chunk_size, has_aux).bound(x)
+
+
+def ihvp_explicit(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    regularization: float = 0.0,
+    *,
+    product: Callable[..., Any] = hvp_at_x,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> SolveAt:
+    """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v through the dense matrix; see ``ihvp_at_x_explicit``.
+
+    Differentiable in v and x (implicitly, by another solve).
+
+    >>> ihvp_explicit(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
+    tensor([0.1667, 0.1667])
+    """
+    return _explicit(func, argnums, regularization, product, mode, chunk_size, has_aux).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# conjugate gradients
+
+
+def _cg(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    max_iter: int | None,
+    tol: float,
+    mode: str,
+    regularization: float,
+    product: Callable[..., Any],
+    chunk_size: int | None,
+    has_aux: bool,
+    callback: Callback | None,
+) -> _Inverse:
+    method = solvers.cg_method(max_iter=max_iter, tol=tol, callback=callback)
+    return _Inverse(func, argnums, mode, regularization, product, chunk_size, has_aux, lambda *_: method)
+
+
+def ihvp_at_x_cg(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    max_iter: int | None = None,
+    tol: float = 1e-7,
+    mode: str = "rev-rev",
+    regularization: float = 0.0,
+    product: Callable[..., Any] = hvp_at_x,
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+    callback: Callback | None = None,
+) -> Solve:
+    """Bind x and return v -> (C + lambda I)^-1 v by conjugate gradients.
+
+    C is the Hessian of ``func`` with respect to ``x[argnums]`` (or what ``product`` computes), p its number of scalars.
+
+    Args:
+        func: loss, ``func(*x) -> scalar``. Its own reduction sets the scale: a mean loss gives a mean Hessian.
+        x: arguments of ``func``; any pytrees, taken as constants. Only ``argnums`` must be floating point.
+        argnums: which argument, or a tuple for several at once.
+        max_iter: most iterations (one batched product each); None = 10 p, at most 1000.
+        tol: stop a right-hand side when ||v - (C + lambda I) u|| <= tol * ||v||.
+        mode: "rev-rev" or "rev-fwd", handed on to the product.
+        regularization: lambda >= 0, in units of loss / parameter**2.
+        product: ``hvp_at_x``, or any function with its signature.
+        chunk_size: most vectors pushed through autodiff at once; None = all k.
+        has_aux: return ``(u, SolveInfo)``.
+        callback: ``callback(iteration, residuals)``, residuals relative, in the shape of the info's fields.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
+        ``has_aux``, ``(u, SolveInfo)``, each field [] or [k].
+
+    Raises:
+        StructureError: v does not match x[argnums] (both structures are printed).
+        DtypeError: a differentiated leaf is not floating point.
+
+    Warns:
+        ConvergenceWarning: some right-hand side missed ``tol``; says whether curvature <= 0 was met.
+
+    Source: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044. Differs: (1) right-hand sides are normalised first,
+    so the solve scales with v; (2) one mask entry per right-hand side; (3) the true residual decides, with restarts.
+
+    >>> loss = lambda p: (p["w"] ** 2).sum()            # Hessian 2 I
+    >>> ihvp_at_x_cg(loss, {"w": torch.zeros(2)})({"w": torch.ones(2)})["w"]
+    tensor([0.5000, 0.5000])
+    """
+    return _cg(func, argnums, max_iter, tol, mode, regularization, product, chunk_size, has_aux, callback).bound(x)
+
+
+def ihvp_cg(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    max_iter: int | None = None,
+    tol: float = 1e-7,
+    mode: str = "rev-rev",
+    regularization: float = 0.0,
+    *,
+    product: Callable[..., Any] = hvp_at_x,
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+    callback: Callback | None = None,
+) -> SolveAt:
+    """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by conjugate gradients; see ``ihvp_at_x_cg``.
+
+    Differentiable in v and x (implicitly, by another solve).
+
+    >>> ihvp_cg(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
+    tensor([0.1667, 0.1667])
+    """
+    return _cg(func, argnums, max_iter, tol, mode, regularization, product, chunk_size, has_aux, callback).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LiSSA
+
+
+def _lissa(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    batch_size: int,
+    num_repeat: int,
+    recursion_depth: int,
+    damping: float,
+    scaling: float | str,
+    collate_fn: Callable[..., Any] | None,
+    mode: str,
+    regularization: float,
+    tol: float,
+    generator: torch.Generator | None,
+    product: Callable[..., Any],
+    chunk_size: int | None,
+    has_aux: bool,
+) -> _Inverse:
+    def make(num_samples: int | None, memory: dict[str, Any]) -> Method:
+        return solvers.lissa_method(
+            num_samples=num_samples,
+            batch_size=batch_size,
+            num_repeat=num_repeat,
+            recursion_depth=recursion_depth,
+            damping=damping,
+            scaling=scaling,
+            tol=tol,
+            generator=generator,
+            want_residual=has_aux,
+            memory=memory,
+        )
+
+    return _Inverse(
+        func, argnums, mode, regularization, product, chunk_size, has_aux, make, samples=True, collate=collate_fn
+    )
+
+
+def ihvp_at_x_lissa(
+    func: Callable[..., Any],
+    *x: Any,
+    in_dims: Any = None,
+    argnums: int | tuple[int, ...] = 0,
+    batch_size: int = 1,
+    num_repeat: int = 1,
+    recursion_depth: int = 5000,
+    damping: float = 0.0,
+    scaling: float | str = 50.0,
+    collate_fn: Callable[..., Any] | None = None,
+    mode: str = "rev-rev",
+    regularization: float = 0.0,
+    tol: float = 0.0,
+    generator: torch.Generator | None = None,
+    product: Callable[..., Any] = hvp_at_x,
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> Solve:
+    """Bind x and return v -> an estimate of (C + (lambda + damping * scaling) I)^-1 v by LiSSA.
+
+    The recursion e <- v + (1 - damping) e - (C_batch + lambda I) e / scaling runs ``recursion_depth`` times from e = v,
+    each step on a fresh batch of samples; the estimate is the mean of e / scaling over the repeats. Its fixed point is
+    (C + lambda I + damping * scaling * I)^-1 v, C the mean of C_batch: ``regularization`` is the lambda of all solvers,
+    ``damping`` keeps the meaning it was published with. With all samples in each step, the error is
+    (1 - damping - (C + lambda I) / scaling)^(recursion_depth + 1) of the answer.
+
+    Args:
+        func: loss of a batch, ``func(*x) -> scalar``, a mean over its samples.
+        x: arguments of ``func``, holding all samples; taken as constants.
+        in_dims: which axis of each argument holds samples: one entry per argument of func (an int, None or a tree of
+            those), None at argnums. None as a whole: axis 0 of every tensor of the arguments outside argnums (0-d ones
+            are passed whole). The counts must agree.
+        argnums: which argument to differentiate, or a tuple for several at once.
+        batch_size: samples per step, drawn without replacement inside a batch, independently from step to step. All
+            right-hand sides share the batches; each repeat has its own.
+        num_repeat: independent repeats, averaged (run side by side).
+        recursion_depth: steps of the recursion.
+        damping: in [0, 1); see the fixed point.
+        scaling: more than half the largest curvature of any batch (above all of it for monotone convergence); "auto"
+            estimates it from at most 32 batches, with a margin of 10 percent.
+        collate_fn: applied to the tuple of (sampled) arguments before ``func``.
+        mode: "rev-rev" or "rev-fwd", handed on to the product.
+        regularization: lambda >= 0, in units of loss / parameter**2.
+        tol: stop a right-hand side early when a step changes its estimate by at most tol, relative.
+        generator: source of the batches. Same seed, bit-equal answer; a call moves it on, so two calls differ.
+        product: ``hvp_at_x``, or any function with its signature.
+        chunk_size: most vectors pushed through autodiff at once; None = all k.
+        has_aux: return ``(u, SolveInfo)``; spends one product with all samples on the residual.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf.
+
+    Raises:
+        StructureError: the arguments disagree about the number of samples, or v does not match x[argnums].
+        ValueError: batch_size is larger than the number of samples, or a knob is out of range.
+
+    Warns:
+        ConvergenceWarning: the series diverges (the last finite value is returned); says what to change.
+
+    Source: Agarwal, Bullins and Hazan (2017), Second-order stochastic optimization in linear time, arXiv:1602.03943.
+
+    >>> loss = lambda w, a: (a * w**2).mean()                       # Hessian 2 mean(a)
+    >>> solve = ihvp_at_x_lissa(loss, torch.tensor(1.0), torch.tensor([1.0, 3.0]), batch_size=2, scaling=8.0)
+    >>> solve(torch.tensor(1.0))
+    tensor(0.2500)
+    """
+    return _lissa(
+        func,
+        argnums,
+        batch_size,
+        num_repeat,
+        recursion_depth,
+        damping,
+        scaling,
+        collate_fn,
+        mode,
+        regularization,
+        tol,
+        generator,
+        product,
+        chunk_size,
+        has_aux,
+    ).bound(x, in_dims)
+
+
+def ihvp_lissa(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    batch_size: int = 1,
+    num_repeat: int = 1,
+    recursion_depth: int = 5000,
+    damping: float = 0.0,
+    scaling: float | str = 50.0,
+    collate_fn: Callable[..., Any] | None = None,
+    mode: str = "rev-rev",
+    *,
+    regularization: float = 0.0,
+    tol: float = 0.0,
+    generator: torch.Generator | None = None,
+    product: Callable[..., Any] = hvp_at_x,
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Return ``f(x, v, in_dims=None)``, the LiSSA estimate at x; see ``ihvp_at_x_lissa``.
+
+    Differentiable in v and x: the implicit derivative, whose solve is another LiSSA run on the same batches.
+
+    >>> f = ihvp_lissa(lambda w, a: (a * w**2).mean(), batch_size=2, scaling=8.0)
+    >>> f((torch.tensor(1.0), torch.tensor([1.0, 3.0])), torch.tensor(1.0))
+    tensor(0.2500)
+    """
+    return _lissa(
+        func,
+        argnums,
+        batch_size,
+        num_repeat,
+        recursion_depth,
+        damping,
+        scaling,
+        collate_fn,
+        mode,
+        regularization,
+        tol,
+        generator,
+        product,
+        chunk_size,
+        has_aux,
+    ).unbound

@@ -1,0 +1,504 @@
+"""Solvers of A u = b that know nothing of losses: pure functions of (matvec, b) on pytrees.
+
+``matvec`` and ``b`` speak of one vector tree; with ``batched=True`` both carry a leading axis k on every leaf. A is
+symmetric. Every function returns a ``SolveResult(value, info)``, works under torch.func.vmap, and is differentiable
+in b and in the tensors that ``matvec`` closes over, by another solve.
+
+The knobs of each solver are checked and turned into a rule here, once, for these functions and for ``ihvp_*`` alike:
+a rule is ``(system, tensors) -> (rows -> Raw)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .. import implicit
+from ..errors import StructureError, message
+from ..tree import (
+    Layout,
+    Leaves,
+    Point,
+    Tree,
+    bind,
+    check_callable,
+    check_count,
+    check_generator,
+    check_number,
+)
+from .conjugate import cg_rows
+from .dense import factorise, matrix_of
+from .info import SolveInfo, SolveResult, Status, warn_unsolved
+from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
+
+__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa"]
+
+Callback = Callable[[int, torch.Tensor], None]
+_TOL_FIX = "pass a relative tolerance, for example tol=1e-7"
+
+
+class Problem(Protocol):
+    """What a rule may ask of the system it solves."""
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of one vector."""
+
+    @property
+    def point(self) -> Point:
+        """Working dtype and rounding unit."""
+
+    @property
+    def levels(self) -> tuple[implicit.Level, ...]:
+        """Lifted axes."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Text for SolveInfo.reason."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether SolveInfo is handed to the caller."""
+
+    def matvec(self, tensors: Leaves) -> implicit.Matvec:
+        """Rows -> (C + lambda I) rows."""
+
+    def sampled(self, tensors: Leaves) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+        """(rows [k, R, *B, p], indices [R, batch]) -> (C_batch + lambda I) rows."""
+
+
+Rule = Callable[[Any, Leaves], Callable[[torch.Tensor], implicit.Raw]]
+
+
+class Method(NamedTuple):
+    """A solver with its knobs set: its name, its rule and the tolerance its warnings speak of."""
+
+    name: str
+    rule: Rule
+    tol: float
+    random: bool = False
+
+
+def _judged(
+    problem: Problem, name: str, tol: float, run: Callable[[torch.Tensor], implicit.Raw]
+) -> Callable[[torch.Tensor], implicit.Raw]:
+    """Return ``run`` with a warning for what it could not solve."""
+
+    def judged(rows: torch.Tensor) -> implicit.Raw:
+        problem.notes.clear()
+        raw = run(rows)
+        if not problem.quiet:
+            warn_unsolved(raw, name, tol, "; ".join(problem.notes))
+        return raw
+
+    return judged
+
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    return tuple(level.size for level in reversed(problem.levels))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the methods: knobs checked at the door
+
+
+def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) -> Method:
+    """Return conjugate gradients with these knobs."""
+    tol = check_number(tol, "tol", fix=_TOL_FIX)
+    if max_iter is not None:
+        max_iter = check_count(
+            max_iter, "max_iter", low=0, none="10 p, at most 1000", fix="pass max_iter=None or a count"
+        )
+    if callback is not None:
+        check_callable(callback, "callback", "callback(iteration, residuals)")
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        matvec = problem.matvec(tensors)
+        limit = min(10 * problem.layout.size, 1000) if max_iter is None else max_iter
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            eps = problem.point.eps
+            return cg_rows(matvec, rows, tol=tol, max_iter=limit, eps=eps, callback=callback, notes=problem.notes)
+
+        return _judged(problem, "cg", tol, run)
+
+    return Method("cg", rule, tol)
+
+
+def explicit_method() -> Method:
+    """Return the dense solve; the matrix is factored once, when the rule meets the tensors."""
+    tol = 1e-7
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        like = torch.empty(0, dtype=problem.point.work_dtype, device=device_of(problem.point))
+        matrix = matrix_of(problem.matvec(tensors), problem.layout, _sizes(problem), like)
+        factor = factorise(matrix, problem.layout, problem.point.eps)
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            problem.notes.extend([factor.reason] if factor.reason else [])
+            return factor.solve(rows, tol, problem.point.eps)
+
+        judged = _judged(problem, "explicit", tol, run)
+        judged.matrix = factor.matrix  # type: ignore[attr-defined]
+        return judged
+
+    return Method("explicit", rule, tol)
+
+
+def lissa_method(
+    *,
+    num_samples: int | None,
+    batch_size: int,
+    num_repeat: int,
+    recursion_depth: int,
+    damping: float,
+    scaling: float | str,
+    tol: float,
+    generator: torch.Generator | None,
+    want_residual: bool,
+    memory: dict[str, Any],
+) -> Method:
+    """Return LiSSA with these knobs, for one call.
+
+    ``num_samples=None``: every step uses the whole curvature. ``memory`` keeps an estimated scale from call to call.
+    """
+    fix = "pass a positive integer"
+    batch_size = check_count(batch_size, "batch_size", fix=fix)
+    num_repeat = check_count(num_repeat, "num_repeat", fix=fix)
+    depth = check_count(recursion_depth, "recursion_depth", low=0, fix="pass the number of steps, for example 5000")
+    damping = check_number(damping, "damping", fix="pass damping=0.0, and lambda as regularization")
+    tol = check_number(tol, "tol", fix=_TOL_FIX)
+    check_generator(generator)
+    if scaling != "auto":
+        if isinstance(scaling, str):
+            fix = "pass scaling='auto', or more than half the largest curvature of any batch"
+            raise ValueError(message("scaling", "a number > 0 or 'auto'", repr(scaling), fix))
+        scaling = check_number(scaling, "scaling", strict=True, fix="pass scaling='auto' to estimate it")
+    if damping >= 1:
+        fix = "pass damping below 1; lambda goes to regularization"
+        raise ValueError(message("damping", "a number in [0, 1)", f"{damping:g}", fix))
+    if num_samples is not None and batch_size > num_samples:
+        fix = f"pass batch_size <= {num_samples}"
+        raise ValueError(message("batch_size", f"at most the number of samples ({num_samples})", f"{batch_size}", fix))
+    drawn: dict[str, torch.Tensor] = {}  # what chance decided: once, also for the solves behind a derivative
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        device = device_of(problem.point)
+        sampled = problem.sampled(tensors)
+        if "scaling" not in memory:
+            like = torch.empty(*_sizes(problem), problem.layout.size, dtype=problem.point.work_dtype, device=device)
+            memory["scaling"] = (
+                _safe_scaling(sampled, like, num_samples, batch_size, damping, generator)
+                if isinstance(scaling, str)
+                else scaling
+            )
+        whole = num_samples is None or batch_size == num_samples
+        if not whole and not drawn:
+            indices = draw_batches(num_samples or 0, batch_size, (num_repeat, depth), generator)
+            drawn["indices"] = indices.to(device)
+        full = problem.matvec(tensors) if want_residual else None
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            return lissa_rows(
+                sampled,
+                rows,
+                indices=drawn.get("indices"),
+                depth=depth,
+                num_repeat=1 if whole else num_repeat,
+                damping=damping,
+                scaling=memory["scaling"],
+                tol=tol,
+                eps=problem.point.eps,
+                full=full,
+                notes=problem.notes,
+            )
+
+        return _judged(problem, "lissa", tol, run)
+
+    return Method("lissa", rule, tol, random=True)
+
+
+def _safe_scaling(
+    sampled: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    like: torch.Tensor,
+    num_samples: int | None,
+    batch_size: int,
+    damping: float,
+    generator: torch.Generator | None,
+) -> float:
+    """Return a scale at which steps contract: above the largest curvature of up to 32 disjoint batches."""
+    indices = None
+    if num_samples is not None and batch_size < num_samples:
+        device = generator.device if generator is not None else None
+        shuffled = torch.randperm(num_samples, generator=generator, device=device)
+        count = min(num_samples // batch_size, 32)
+        indices = shuffled[: count * batch_size].reshape(count, batch_size).to(like.device)
+    largest = largest_batch_curvature(sampled, like, indices, generator)
+    if not math.isfinite(largest):
+        fix = "look for log(0), norm(0) or overflow in the loss"
+        raise ValueError(message("scaling", "finite curvature to estimate 'auto' from", "NaN or inf", fix))
+    return 1.1 * largest / (1 - damping) if largest else 1.0
+
+
+def device_of(point: Point) -> torch.device | None:
+    """Return the device of rows."""
+    return point.leaves[0].device if point.leaves else None
+
+
+def result(point: Point, outputs: tuple[torch.Tensor, ...], single: bool, name: str, notes: list[str]) -> SolveResult:
+    """Return the outputs of a solve on rows as a tree and its info."""
+    value, *facts = outputs
+    fields = [fact.squeeze(0) for fact in facts] if single else facts
+    converged, status, iterations, residual = fields
+    info = SolveInfo(converged, status, iterations, residual, name, "; ".join(notes))
+    return SolveResult(point.tree(value, single), info)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the public functions: a user's matvec as a system
+
+
+@dataclass(frozen=True)
+class _Matrix(implicit.System):
+    """A user's matvec on trees, as a system on rows; the tensors are those it closes over."""
+
+    point: Point = field(kw_only=True)
+    closure: implicit.Closure = field(kw_only=True)
+    batched: bool = field(kw_only=True)
+    sampling: bool = field(kw_only=True, default=False)
+
+    @property
+    def layout(self) -> Layout:
+        return self.point.layout
+
+    def _call(self, tensors: Leaves, row: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+        """Return A row for one row [p] (or rows [k, p] when the user's function is batched)."""
+        lead = row.ndim - 1
+        leaves = self.layout.split(row)
+        out = self.closure.with_tensors(tensors)(self.layout.build(leaves), *index)
+        found, _ = self.point.rows(out, "matvec(v)")
+        return found if lead else found.squeeze(0)
+
+    def _at(self, levels: tuple[implicit.Level, ...], tensors: Leaves, rows: torch.Tensor, lead: int) -> torch.Tensor:
+        """Return A rows for rows [*lead, *B, p], the levels' axes mapped one by one."""
+        if not levels:
+            return self._call(tensors, rows)
+        *inner, (size, mapped) = levels
+        dims = tuple(0 if m else None for m in mapped)
+        if not size:
+            return torch.zeros_like(rows)
+        return torch.func.vmap(lambda t, r: self._at(tuple(inner), t, r, lead), (dims, lead), lead)(tensors, rows)
+
+    def matvec(self, tensors: Leaves) -> implicit.Matvec:
+        def product(rows: torch.Tensor) -> torch.Tensor:
+            if rows.shape[0] == 0 or self.layout.size == 0:
+                return torch.zeros_like(rows)
+            if self.batched:
+                return self._at(self.levels, tensors, rows, 1)
+            return torch.func.vmap(lambda row: self._at(self.levels, tensors, row, 0))(rows)
+
+        return product
+
+    def exact(self, tensors: Leaves, row: torch.Tensor) -> torch.Tensor:
+        if not self.levels:
+            return self._call(tensors, row.unsqueeze(0)).squeeze(0) if self.batched else self._call(tensors, row)
+        *inner, (size, mapped) = self.levels
+        lower = replace(self, levels=tuple(inner))
+        each = [
+            lower.exact(tuple(t[i] if m else t for t, m in zip(tensors, mapped, strict=True)), row[i])
+            for i in range(size)
+        ]
+        return torch.stack(each) if each else torch.zeros_like(row)
+
+    def sampled(self, tensors: Leaves) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+        if not self.sampling:
+            full = self.matvec(tensors)
+            return lambda rows, _: full(rows.flatten(0, 1)).reshape(rows.shape)
+        if self.levels:
+            raise RuntimeError(
+                "matvec: expected tensors that no transform maps, got a sampled matvec that closes over mapped ones. "
+                "Fix: map over b only, or use ihvp_lissa, which takes such tensors as arguments."
+            )
+
+        def product(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+            assert index is not None
+
+            def one(row: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+                return self._call(tensors, row, batch)
+
+            if self.batched:
+                return torch.func.vmap(one, (1, 0), 1)(rows, index)
+            return torch.func.vmap(torch.func.vmap(one), (0, None))(rows, index)
+
+        return product
+
+
+def _solve(
+    matvec: Any, b: Tree, method: Method, *, batched: bool, sampling: bool = False, probe: tuple[Any, ...] = ()
+) -> SolveResult:
+    """Solve on a user's matvec and b: what all public functions share."""
+    if isinstance(matvec, torch.Tensor):
+        matrix = matvec
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            fix = "pass a square symmetric matrix, or a function v -> A v"
+            raise StructureError(message("matvec", "a matrix [p, p]", f"shape {tuple(matrix.shape)}", fix))
+        matvec, batched_function = (lambda v: v @ matrix), True
+    else:
+        batched_function = batched
+    check_callable(matvec, "matvec", "a function v -> A v on trees like b")
+    point, rows = _right_hand_side(b, batched)
+    tensors = (rows.detach(),)
+
+    def call() -> Any:
+        return matvec(point.tree(tensors[0][:1], single=not batched_function), *probe)
+
+    closure = implicit.Closure(matvec, tensors, call)
+    closed_over = closure.tensors
+    system = _Matrix(
+        inverse=True,
+        solve=method.rule,
+        active=tuple(t.is_floating_point() for t in closed_over),
+        must_map=(False,) * len(closed_over),
+        quiet=True,
+        point=point,
+        closure=closure,
+        batched=batched_function,
+        sampling=sampling,
+    )
+    outputs = implicit.apply(system, rows, closed_over)
+    return result(point, outputs, not batched, method.name, system.notes)
+
+
+def _right_hand_side(b: Tree, batched: bool) -> tuple[Point, torch.Tensor]:
+    """Return the point whose layout is that of one vector of b, and b as rows."""
+    point = bind(_no_loss, (b,), 0, detach=False)
+    if not batched:
+        return point, point.rows(b, "b")[0]
+    layout = point.layout
+    if any(not shape for shape in layout.shapes):
+        fix = "give every leaf a leading axis k, or pass batched=False"
+        raise StructureError(message("b", "leaves with a leading axis k (batched=True)", "a 0-d leaf", fix))
+    one = Layout(layout.paths, tuple(shape[1:] for shape in layout.shapes), layout.dtypes, layout.spec)
+    # A zero of each leaf's shape stands for the vector: only shapes, dtypes and devices are read from it.
+    leaves = tuple(leaf.new_zeros(shape) for leaf, shape in zip(point.leaves, one.shapes, strict=True))
+    point = replace(point, layout=one, leaves=leaves)
+    return point, point.rows(b, "b")[0]
+
+
+def _no_loss(*_: Any) -> torch.Tensor:
+    raise AssertionError("a solver knows no loss")
+
+
+def cg(
+    matvec: Callable[[Tree], Tree],
+    b: Tree,
+    *,
+    batched: bool = False,
+    max_iter: int | None = None,
+    tol: float = 1e-7,
+    callback: Callback | None = None,
+) -> SolveResult:
+    """Solve A u = b by conjugate gradients, A symmetric positive definite.
+
+    Args:
+        matvec: v -> A v, on trees like b; or the matrix [p, p] itself.
+        b: the right-hand side, any tree of floating point tensors; with ``batched`` one leading axis k on every leaf.
+        batched: matvec and b carry the leading axis k.
+        max_iter: most iterations (one batched product each); None = 10 p, at most 1000.
+        tol: stop a right-hand side when ||b - A u|| <= tol ||b||.
+        callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
+
+    Returns:
+        SolveResult(value, info): u like b; one entry per right-hand side in info.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; StructureError where A v is not like v.
+
+    Source: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044.
+
+    >>> cg(lambda v: 2 * v, torch.tensor([2.0, 4.0])).value
+    tensor([1., 2.])
+    """
+    method = cg_method(max_iter=max_iter, tol=tol, callback=callback)
+    return _solve(matvec, b, method, batched=batched)
+
+
+def explicit(matvec: Callable[[Tree], Tree], b: Tree, *, batched: bool = False) -> SolveResult:
+    """Solve A u = b through the dense matrix: Cholesky, LDL^T where indefinite, least-norm where singular.
+
+    Args:
+        matvec: v -> A v, on trees like b; or the matrix [p, p] itself.
+        b: the right-hand side; with ``batched`` one leading axis k on every leaf.
+        batched: matvec and b carry the leading axis k.
+
+    Returns:
+        SolveResult(value, info); status 3 where A is singular, with the least-norm u.
+
+    Raises:
+        ValueError: A has non-finite entries; the leaves are named.
+
+    >>> explicit(torch.diag(torch.tensor([2.0, -4.0])), torch.tensor([2.0, 4.0])).value
+    tensor([ 1., -1.])
+    """
+    return _solve(matvec, b, explicit_method(), batched=batched)
+
+
+def lissa(
+    matvec: Callable[..., Tree],
+    b: Tree,
+    *,
+    batched: bool = False,
+    num_samples: int | None = None,
+    batch_size: int = 1,
+    num_repeat: int = 1,
+    recursion_depth: int = 5000,
+    damping: float = 0.0,
+    scaling: float | str = 50.0,
+    tol: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> SolveResult:
+    """Solve (A + damping scaling I) u = b by a Neumann series, A the mean of per-sample matrices.
+
+    Args:
+        matvec: v -> A v; with ``num_samples``, ``matvec(v, index)`` -> A_index v, index [batch_size] of samples.
+        b: the right-hand side; with ``batched`` one leading axis k on every leaf.
+        batched: matvec and b carry the leading axis k.
+        num_samples: how many samples there are to draw from; None = A itself in each step.
+        batch_size: samples per step, without replacement.
+        num_repeat: independent repeats, averaged.
+        recursion_depth: steps T; for fixed A the error is (1 - A/scaling)^(T+1) u.
+        damping: in [0, 1); see the equation above.
+        scaling: larger than half the largest eigenvalue of any A_index; "auto" estimates it.
+        tol: stop early when a step changes the estimate by at most tol, relative.
+        generator: source of the batches; same seed, bit-equal answer.
+
+    Returns:
+        SolveResult(value, info); status 4 where the series diverges, with the last finite value. The residual takes one
+        more product, with A itself, where ``matvec`` can be called without an index; otherwise it is NaN.
+
+    Source: Agarwal, Bullins and Hazan (2017), arXiv:1602.03943.
+
+    >>> lissa(lambda v: 2 * v, torch.tensor([2.0]), scaling=4.0, recursion_depth=50).value
+    tensor([1.0000])
+    """
+    if num_samples is not None:
+        num_samples = check_count(num_samples, "num_samples", none="A itself in each step", fix="pass the sample count")
+    method = lissa_method(
+        num_samples=num_samples,
+        batch_size=1 if num_samples is None else batch_size,
+        num_repeat=num_repeat,
+        recursion_depth=recursion_depth,
+        damping=damping,
+        scaling=scaling,
+        tol=tol,
+        generator=generator,
+        want_residual=num_samples is None,
+        memory={},
+    )
+    sampling = num_samples is not None
+    probe = (torch.arange(batch_size),) if sampling else ()
+    return _solve(matvec, b, method, batched=batched, sampling=sampling, probe=probe)

@@ -1,0 +1,88 @@
+"""What all solvers share: rows are scaled to unit norm first, and judged by their true residual at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..implicit import Raw
+from .info import Status
+
+__all__ = ["Scaled", "judge", "normalise"]
+
+Matvec = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Rows scaled to unit norm. Zero and non-finite rows are zero in ``unit``.
+
+    The scale is kept in two factors: the square of a norm of 1e-25 is 0 in float32.
+    """
+
+    unit: torch.Tensor
+    peak: torch.Tensor
+    norm: torch.Tensor
+    zero: torch.Tensor
+    nonfinite: torch.Tensor
+
+    def restore(self, u: torch.Tensor) -> torch.Tensor:
+        """Return u in the scale of the rows: exact zeros for zero rows, NaN for non-finite ones."""
+        scaled = u * self.norm.unsqueeze(-1) * self.peak.unsqueeze(-1)
+        scaled = scaled.masked_fill(self.zero.unsqueeze(-1), 0.0)
+        return scaled.masked_fill(self.nonfinite.unsqueeze(-1), float("nan"))
+
+
+def normalise(rows: torch.Tensor) -> Scaled:
+    """Scale each row [..., p] to unit norm, so that a solve of a v is a times the solve of v, at any scale."""
+    if rows.shape[-1] == 0:
+        none = torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+        ones = torch.ones(rows.shape[:-1], dtype=rows.dtype, device=rows.device)
+        return Scaled(rows, ones, ones, ~none, none)
+    nonfinite = ~rows.isfinite().all(-1)
+    unit = rows.masked_fill(nonfinite.unsqueeze(-1), 0.0)
+    peak = unit.abs().amax(-1)
+    zero = (peak == 0) & ~nonfinite
+    peak = peak.masked_fill(peak == 0, 1.0)
+    unit = unit / peak.unsqueeze(-1)
+    norm = torch.linalg.vector_norm(unit, dim=-1)
+    norm = norm.masked_fill(norm == 0, 1.0)
+    return Scaled(unit / norm.unsqueeze(-1), peak, norm, zero, nonfinite)
+
+
+def attainable(u: torch.Tensor, size: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the residual that rounding allows for unit right-hand sides; ``size`` is |C + lambda I|."""
+    return (10 * eps * (1 + size * torch.linalg.vector_norm(u, dim=-1))).clamp(max=eps**0.5)
+
+
+def judge(
+    scaled: Scaled,
+    u: torch.Tensor,
+    residual: torch.Tensor,
+    size: torch.Tensor,
+    status: torch.Tensor,
+    iterations: torch.Tensor,
+    tol: float,
+    eps: float,
+) -> Raw:
+    """Return the answer in the rows' own scale, converged where the true residual says so.
+
+    Args:
+        scaled: the right-hand sides.
+        u: solutions of the unit right-hand sides [..., p].
+        residual: their true residual norms [...].
+        size: |C + lambda I| as the solver saw it [...].
+        status: what a row's status is if it did not converge [...]; SINGULAR is kept in any case.
+        iterations: steps taken [...].
+        tol: relative tolerance.
+        eps: rounding unit of a product.
+    """
+    met = (residual <= attainable(u, size, eps).clamp(min=tol)) & ~scaled.nonfinite | scaled.zero
+    status = status.masked_fill(met, Status.CONVERGED).masked_fill(scaled.nonfinite, Status.NONFINITE)
+    # A product that is NaN leaves no answer worth having: its row is NaN like that of a right-hand side that is.
+    lost = status == Status.NONFINITE
+    value = scaled.restore(u).masked_fill(lost.unsqueeze(-1), float("nan"))
+    residual = residual.masked_fill(scaled.zero, 0.0).masked_fill(lost, float("nan"))
+    return Raw(value, met, status, iterations.masked_fill(scaled.zero | scaled.nonfinite, 0), residual)

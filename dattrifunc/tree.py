@@ -7,19 +7,23 @@ outside this module flattens a user's tree.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import numbers
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import optree
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as torch_pytree
 
 from .errors import DtypeError, StructureError, message
@@ -30,9 +34,15 @@ Tree = Any
 Path = tuple[Any, ...]
 
 _NAMESPACE = "dattrifunc"
-# Held for the life of the process: optree restores the sorted order when this context manager is closed.
+# optree restores the sorted order when this context manager is closed or forgotten; atexit holds it for the life of the
+# process, also when this module is loaded again.
 _INSERTION_ORDER = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _INSERTION_ORDER.__enter__()
+atexit.register(_INSERTION_ORDER.__exit__, None, None, None)
+
+_ADOPTING = threading.Lock()
+_ADOPTED: set[type] = set()
+_LONGEST = 300  # characters of a structure, or of a list of names, in a message
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -40,7 +50,14 @@ _INSERTION_ORDER.__enter__()
 
 
 def _adopt(cls: type) -> None:
-    """Make a class of torch's pytree registry a node of our namespace."""
+    """Make a class of torch's pytree registry a node of our namespace, once."""
+    with _ADOPTING:
+        if cls not in _ADOPTED:
+            _register(cls)
+            _ADOPTED.add(cls)
+
+
+def _register(cls: type) -> None:
     node = torch_pytree.SUPPORTED_NODES[cls]
     with_keys = getattr(node, "flatten_with_keys_fn", None)
 
@@ -70,15 +87,20 @@ def _adopt(cls: type) -> None:
     optree.register_pytree_node(cls, flatten, unflatten, namespace=_NAMESPACE)
 
 
-def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+def flatten(tree: Tree, argument: str = "tree", none_is_leaf: bool = False) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves of ``tree`` in insertion order, and the structure that puts them back. None is no leaf."""
-    leaves, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
+    try:
+        leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, namespace=_NAMESPACE)
+    except RecursionError:
+        expected = "containers nested at most some hundreds deep, none inside itself"
+        fix = "look for a list or dict that holds itself, or use flatter containers"
+        raise StructureError(message(argument, expected, "a deeper or endless nest", fix)) from None
     foreign = {type(leaf) for leaf in leaves} & _adoptable()
     if not foreign:
         return leaves, spec
     for cls in foreign:
         _adopt(cls)
-    return flatten(tree)
+    return flatten(tree, argument, none_is_leaf)
 
 
 def _adoptable() -> set[type]:
@@ -87,20 +109,76 @@ def _adoptable() -> set[type]:
 
 
 def flatten_like(spec: optree.PyTreeSpec, tree: Tree, argument: str, fix: str) -> list[Any]:
-    """Return the parts of ``tree`` at the leaves of ``spec``, dicts matched by key, or StructureError."""
-    flatten(tree)  # adopts classes that only torch's registry knows
+    """Return the leaves of ``tree`` in the order of ``spec``, dicts matched by key, or StructureError."""
+    got = flatten(tree, argument, spec.none_is_leaf)[1]  # also adopts classes that only torch's registry knows
     try:
-        return spec.flatten_up_to(tree)
+        parts = spec.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        parts = None
+    if parts is None or any(part is not None and not _is_leaf(part) for part in parts) or got.num_leaves != len(parts):
+        expected = f"the structure {describe(spec)}"
+        raise StructureError(message(argument, expected, describe(got), f"{fix} ({_difference(spec, got)})"))
+    return parts
+
+
+def _is_leaf(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) or optree.tree_is_leaf(part, namespace=_NAMESPACE)
+
+
+def _difference(want: optree.PyTreeSpec, got: optree.PyTreeSpec) -> str:
+    """Say in words what sets two structures apart."""
+    expected, found = dict.fromkeys(paths_of(want)), dict.fromkeys(paths_of(got))
+    missing = [name_of(path) for path in expected if path not in found]
+    extra = [name_of(path) for path in found if path not in expected]
+    if not missing and not extra:
+        return "the leaves have the same names, a container is of another type"
+    said = [f"{word} {names_text(names)}" for word, names in (("missing", missing), ("unexpected", extra)) if names]
+    return ", ".join(said)
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Return names as text for a message, the first few of many."""
+    text, shown = "", 0
+    for name in names:
+        if shown and len(text) + len(name) > _LONGEST:
+            break
+        text, shown = f"{text}{', ' if shown else ''}{repr(name) if name else 'a leaf without a key'}", shown + 1
+    return text + (f" and {len(names) - shown} more" if shown < len(names) else "")
+
+
+def flatten_dims(in_dims: Any, tree: Tree, argument: str) -> list[int | None]:
+    """Return the sample axis of each leaf of ``tree``, from an int, None, or a tree of those that may end early.
+
+    ``{"x": 0, "mask": None}`` fits ``{"mask": ..., "x": {"ids": ..., "kind": ...}}``: dicts are matched by key.
+
+    Raises:
+        StructureError: ``in_dims`` has another structure than the argument it belongs to.
+        TypeError: a leaf of ``in_dims`` is neither an int nor None.
+    """
+    spec = flatten(tree)[1]
+    dims, prefix = optree.tree_flatten(in_dims, none_is_leaf=True, namespace=_NAMESPACE)
+    fix = "give an int or None for the whole argument, or a tree of those with its keys"
+    for dim in dims:
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise TypeError(message(argument, "int or None at each leaf, as in torch.func.vmap", repr(dim), fix))
+    try:
+        parts = prefix.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        raise StructureError(
-            message(argument, f"the structure {describe(spec)}", describe(flatten(tree)[1]), f"{fix} ({error})")
-        ) from None
+        raise StructureError(message(argument, describe(spec), repr(in_dims), f"{fix} ({error})")) from None
+    below = [flatten(part)[1] for part in parts]
+    # Text stands for None here, which is no leaf: the answer comes in the order of ``tree``, not of ``in_dims``.
+    marks = [s.unflatten([str(dim)] * s.num_leaves) for s, dim in zip(below, dims, strict=True)]
+    found = flatten_like(spec, prefix.unflatten(marks), argument, fix)
+    return [None if mark == "None" else int(mark) for mark in found]
 
 
 def describe(spec: optree.PyTreeSpec) -> str:
-    """Return the structure as text, without the namespace."""
-    text = str(spec)
-    return text.removeprefix("PyTreeSpec(").replace(f", namespace='{_NAMESPACE}'", "").removesuffix(")")
+    """Return the structure as text, without the namespace; the middle of a long one is left out."""
+    text = str(spec).removeprefix("PyTreeSpec(").removesuffix(")")
+    text = text.removesuffix(f", namespace='{_NAMESPACE}'").removesuffix(", NoneIsLeaf")
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]} ({spec.num_leaves} leaves)"
 
 
 def name_of(path: Path) -> str:
@@ -118,23 +196,26 @@ def is_number(value: Any) -> bool:
 
 
 def _widest(dtypes: Sequence[torch.dtype], names: Sequence[str]) -> torch.dtype:
-    """Return the dtype that holds every leaf exactly."""
+    """Return the dtype that holds every leaf exactly: all floating point, all integer (or bool), or all complex."""
     if not dtypes:
         return torch.get_default_dtype()
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-    if widest.is_floating_point or widest.is_complex:
-        for dtype, name in zip(dtypes, names, strict=True):
-            if not (dtype.is_floating_point or dtype.is_complex):
-                raise DtypeError(
-                    message(
-                        f"leaf {name!r}",
-                        f"a floating point tensor like the other leaves ({widest})",
-                        str(dtype),
-                        "keep integer leaves out of the vector with partition(), or convert them",
-                    )
-                )
+
+    def kind(dtype: torch.dtype) -> str:
+        return "a complex" if dtype.is_complex else "a floating point" if dtype.is_floating_point else "an integer"
+
+    common = "a floating point" if any(kind(dtype) == "a floating point" for dtype in dtypes) else kind(dtypes[0])
+    widest: torch.dtype | None = None
+    for dtype, name in zip(dtypes, names, strict=True):
+        expected = f"{common} tensor like the other leaves"
+        if kind(dtype) != common:
+            fix = "keep it out of the vector with partition(), or convert it"
+            raise DtypeError(message(label(name), expected, str(dtype), fix))
+        try:
+            widest = dtype if widest is None else torch.promote_types(widest, dtype)
+        except RuntimeError:
+            got = f"{dtype} beside {widest}, for which torch has no common dtype"
+            raise DtypeError(message(label(name), expected, got, "convert one of the two with .to()")) from None
+    assert widest is not None
     return widest
 
 
@@ -143,7 +224,8 @@ class Layout:
     """Where each leaf of a tree lies in its flat vector: static metadata, no values.
 
     Leaves come in dict insertion order. ``offsets[i] : offsets[i] + sizes[i]`` are the columns of leaf ``i``; a leaf is
-    laid out in row-major order. The vector's dtype is the widest of the leaves'.
+    laid out in row-major order. The vector's dtype is the widest of the leaves'. A tensor that occurs twice has two
+    blocks of columns: keep one of tied weights, as ``named_parameters()`` does.
 
     >>> layout = Layout.of({"w": torch.zeros(2, 3), "b": torch.zeros(3)})
     >>> layout.names, layout.shapes, layout.offsets, layout.size
@@ -163,21 +245,31 @@ class Layout:
 
     def __post_init__(self) -> None:
         sizes = tuple(math.prod(shape) for shape in self.shapes)
-        offsets = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+        offsets = tuple(itertools.accumulate(sizes, initial=0))[:-1]
         for name, value in (("sizes", sizes), ("offsets", offsets), ("size", sum(sizes))):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "dtype", _widest(self.dtypes, self.names))
 
     @classmethod
     def of(cls, tree: Tree) -> Layout:
-        """Read the layout off a tree of tensors (or Python numbers).
+        """Read the layout off a tree of tensors (or Python numbers; a float takes the dtype of the tensors beside it).
 
         Raises:
-            DtypeError: a leaf is neither a tensor nor a number, or integer leaves are mixed with floating point ones.
+            StructureError: the tree is endless, or too deep.
+            DtypeError: a leaf is neither a dense tensor nor a number, or integer leaves are mixed with floating point
+                ones.
         """
         leaves, spec = flatten(tree)
-        tensors = [as_leaf(leaf, name_of(path)) for leaf, path in zip(leaves, paths_of(spec), strict=True)]
-        return cls(paths_of(spec), tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors), spec)
+        paths = paths_of(spec)
+        names = [name_of(path) for path in paths]
+        tensors = [as_leaf(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+        given = zip(leaves, names, strict=True)
+        floats = {
+            name: leaf.dtype for leaf, name in given if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        }
+        weak = _widest(list(floats.values()), list(floats))
+        dtypes = (weak if isinstance(leaf, float) else t.dtype for leaf, t in zip(leaves, tensors, strict=True))
+        return cls(paths, tuple(tuple(t.shape) for t in tensors), tuple(dtypes), spec)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -194,31 +286,45 @@ class Layout:
     # values -> vector
 
     def ravel(self, tree: Tree) -> torch.Tensor:
-        """Return the vector [size] of a tree with this layout's structure and shapes.
+        """Return the vector [size] of a tree with this layout's structure and shapes, in the widest of its dtypes.
+
+        The vector never shares memory with the tree.
 
         Raises:
             StructureError: another structure, or a leaf of another shape.
+            DtypeError: a leaf is no dense tensor, or integer leaves are mixed with floating point ones.
         """
-        return self.join(self._leaves(tree, 0))
+        leaves = self._leaves(tree, 0)
+        return self.join(leaves) if len(leaves) != 1 else self.join(leaves).clone()
 
     def ravel_rows(self, tree: Tree) -> torch.Tensor:
-        """Return the rows [n, size] of a tree whose leaves carry one more leading axis n."""
-        return self.join(self._leaves(tree, 1))
+        """Return the rows [n, size] of a tree whose leaves carry one more leading axis n (n = 0 without leaves).
+
+        Raises:
+            StructureError, DtypeError: as ``ravel``, or the leaves do not agree on n.
+        """
+        leaves = self._leaves(tree, 1)
+        if not leaves:
+            return torch.zeros(0, 0, dtype=self.dtype)
+        return self.join(leaves) if len(leaves) != 1 else self.join(leaves).clone()
 
     def _leaves(self, tree: Tree, extra: int) -> list[torch.Tensor]:
         found = flatten_like(self.spec, tree, "tree", "pass a tree with the layout's structure")
-        leaves = [as_leaf(leaf, name) for leaf, name in zip(found, self.names, strict=True)]
+        leaves = [as_leaf(*item) for item in zip(found, self.names, self.dtypes, strict=True)]
         for leaf, shape, name in zip(leaves, self.shapes, self.names, strict=True):
             if leaf.ndim != len(shape) + extra or tuple(leaf.shape[extra:]) != shape:
-                expected = f"shape {('n', *shape) if extra else shape}"
-                raise StructureError(
-                    message(f"leaf {name!r}", expected, f"shape {tuple(leaf.shape)}", "use the tree the layout is of")
-                )
-        if extra and len({leaf.shape[0] for leaf in leaves}) > 1:
-            got = {name: leaf.shape[0] for name, leaf in zip(self.names, leaves, strict=True)}
-            raise StructureError(
-                message("tree", "one row count n on every leaf", str(got), "stack the same samples on every leaf")
-            )
+                expected = f"shape ({', '.join(map(str, ('n', *shape)))})" if extra else f"shape {shape}"
+                fix = "pass one vector's tree, with the shapes that the layout was read from"
+                if extra:
+                    fix = "give every leaf one leading axis n before its own shape"
+                raise StructureError(message(label(name), expected, f"shape {tuple(leaf.shape)}", fix))
+            if leaf.is_meta != leaves[0].is_meta:
+                fix = "give every leaf its values first, as with module.to_empty(device='cpu')"
+                raise DtypeError(message(label(name), "leaves that all have values", "some on device meta", fix))
+            if extra and leaf.shape[0] != leaves[0].shape[0]:
+                expected = f"{leaves[0].shape[0]} rows, as on {label(self.names[0])}"
+                fix = "stack the same samples on every leaf"
+                raise StructureError(message(label(name), expected, f"{leaf.shape[0]} rows", fix))
         return leaves
 
     def join(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -240,23 +346,25 @@ class Layout:
         """Return the tree of a vector [size].
 
         A vector of the layout's own dtype gives each leaf its dtype back. Any other dtype is kept on every leaf: a mask
-        stays a mask, float64 is never cut to float32.
+        stays a mask, float64 is never cut to float32. Leaves share memory with the vector where they can.
 
         Raises:
-            StructureError: the vector does not have shape [size].
+            StructureError: the vector is no dense tensor of shape [size].
         """
-        if not isinstance(vector, torch.Tensor) or tuple(vector.shape) != (self.size,):
-            raise StructureError(
-                message("vector", f"a tensor of shape ({self.size},)", _got(vector), "pass one vector of this layout")
-            )
+        if not is_dense(vector) or tuple(vector.shape) != (self.size,):
+            fix = "pass one vector of this layout" + _rows_hint(vector, self.size)
+            raise StructureError(message("vector", f"a dense tensor of shape ({self.size},)", _got(vector), fix))
         return self.build(self.split(vector, cast=vector.dtype == self.dtype))
 
     def unravel_rows(self, rows: torch.Tensor) -> Tree:
-        """Return the tree of rows [n, size]: each leaf gets a leading axis n. Dtypes as in ``unravel``."""
-        if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or rows.shape[1] != self.size:
-            raise StructureError(
-                message("rows", f"a tensor of shape (n, {self.size})", _got(rows), "pass rows of this layout")
-            )
+        """Return the tree of rows [n, size]: each leaf gets a leading axis n. Dtypes as in ``unravel``.
+
+        Raises:
+            StructureError: the rows are no dense tensor of shape [n, size].
+        """
+        if not is_dense(rows) or rows.ndim != 2 or rows.shape[1] != self.size:
+            fix = "pass rows of this layout" + _rows_hint(rows, self.size)
+            raise StructureError(message("rows", f"a dense tensor of shape (n, {self.size})", _got(rows), fix))
         return self.build(self.split(rows, cast=rows.dtype == self.dtype))
 
     def split(self, rows: torch.Tensor, cast: bool = True) -> tuple[torch.Tensor, ...]:
@@ -274,17 +382,21 @@ class Layout:
 
     # columns
 
-    def slices(self, prefix: str | Path) -> list[slice]:
+    def slices(self, prefix: Any) -> list[slice]:
         """Return the columns of a subtree, neighbours merged.
 
         Args:
-            prefix: a dotted name ("encoder" or "encoder.weight") or a tuple of keys.
+            prefix: a dotted name ("encoder" or "encoder.weight") or a tuple of keys. "" and () are the whole tree.
 
         Raises:
+            TypeError: ``prefix`` is neither.
             StructureError: no leaf lies under ``prefix``.
         """
+        if not isinstance(prefix, str | tuple | list):
+            fix = f"pass one of layout.names or layout.paths, such as ({prefix!r},) for the key {prefix!r}"
+            raise TypeError(message("prefix", "a dotted name or a tuple of keys", _got(prefix), fix))
         found: list[slice] = []
-        hit = False
+        hit = len(prefix) == 0
         for path, name, offset, size in zip(self.paths, self.names, self.offsets, self.sizes, strict=True):
             if isinstance(prefix, str):
                 inside = name == prefix or name.startswith(prefix + ".") or prefix == ""
@@ -298,11 +410,8 @@ class Layout:
             else:
                 found.append(slice(offset, offset + size))
         if not hit:
-            raise StructureError(
-                message(
-                    "prefix", f"the start of one of {list(self.names)}", repr(prefix), "use a name from layout.names"
-                )
-            )
+            expected = f"the start of one of {names_text(self.names)}" if self.names else "'' (the tree has no leaves)"
+            raise StructureError(message("prefix", expected, repr(prefix), "take a name from layout.names"))
         return found
 
     # text
@@ -326,37 +435,129 @@ class Layout:
 
         ``unravel`` then gives nested dicts and lists with the same keys (a class that is not a dict, list or tuple
         becomes a dict of its fields): the vector can be taken apart without the code that made it.
+
+        Raises:
+            StructureError: the text is not what ``to_json`` writes.
         """
         try:
             leaves = json.loads(text)["leaves"]
-            paths = [tuple((kind, _from_json_key(key)) for kind, key in leaf["path"]) for leaf in leaves]
-            shapes = [tuple(leaf["shape"]) for leaf in leaves]
-            dtypes = [getattr(torch, leaf["dtype"]) for leaf in leaves]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StructureError(
-                message("text", "the JSON of Layout.to_json()", f"{text[:60]!r} ({error})", "pass that text unchanged")
-            ) from None
-        return cls(
-            tuple(tuple(key for _, key in path) for path in paths),
-            tuple(shapes),
-            tuple(dtypes),
-            flatten(_nest([(path, i) for i, path in enumerate(paths)]))[1],
-        )
+            paths = [_read_path(leaf["path"]) for leaf in leaves]
+            shapes = tuple(_read_shape(leaf["shape"]) for leaf in leaves)
+            dtypes = tuple(_read_dtype(leaf["dtype"]) for leaf in leaves)
+            order, spec = flatten(_nest([(path, i) for i, path in enumerate(paths)]))
+            if order != list(range(len(paths))):
+                raise ValueError("two leaves have the same path, or paths are out of order")
+            return cls(tuple(tuple(key for _, key in path) for path in paths), shapes, dtypes, spec)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            why = f"no {error} in it" if isinstance(error, KeyError) else str(error)
+            got = f"{_shorten(repr(text), 60)} ({_shorten(why, 200)})"
+            fix = "pass the text that to_json() returned, unchanged"
+            raise StructureError(message("text", "the JSON of Layout.to_json()", got, fix)) from None
+
+
+def _shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length] + "..."
 
 
 def _got(value: Any) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if not is_dense(value):
+        return f"a tensor that is {_form(value)}"
+    return f"shape {tuple(value.shape)}"
 
 
-def as_leaf(value: Any, name: str) -> torch.Tensor:
-    """Return a leaf as a tensor; DtypeError names a leaf that is neither a tensor nor a number."""
+def _rows_hint(value: Any, size: int) -> str:
+    if not isinstance(value, torch.Tensor):
+        return ", as a torch.Tensor"
+    if not is_dense(value):
+        return ", made dense with .to_dense()"
+    if value.ndim == 2 and value.shape[1] == size:
+        return ", or call unravel_rows for rows"
+    if value.ndim == 1 and value.shape[0] == size:
+        return ", or call unravel for one vector"
+    return ""
+
+
+def label(name: str) -> str:
+    """Return how a message names a leaf; a tree that is one bare leaf has no name."""
+    return f"leaf {name!r}" if name else "tree"
+
+
+def is_dense(value: Any) -> bool:
+    """Say whether ``value`` is a tensor with one number per element, laid out with strides."""
+    return isinstance(value, torch.Tensor) and not _form(value)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    """Return what keeps a tensor from being reshaped: "sparse_coo", "nested", ..., or "" for an ordinary one."""
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        return "uninitialized"
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    return "" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.").lstrip("_")
+
+
+def as_leaf(value: Any, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a leaf as a tensor, a number in ``dtype`` if that is floating point.
+
+    Raises:
+        DtypeError: the leaf is neither a dense tensor nor a number.
+    """
     if isinstance(value, torch.Tensor):
-        return value
+        form = _form(value)
+        if not form:
+            return value
+        fix = {
+            "uninitialized": "run the module once, so that its lazy parameters get their shapes",
+            "nested": "pad it with .to_padded_tensor(0.0), or give each part a leaf of its own",
+            "quantized": "convert it with .dequantize()",
+        }.get(form, "convert it with .to_dense()")
+        raise DtypeError(message(label(name), "a dense tensor", f"one that is {form}", fix))
     if is_number(value):
-        return torch.as_tensor(value)
-    raise DtypeError(
-        message(f"leaf {name!r}", "a tensor or a number", type(value).__name__, "convert it with torch.as_tensor")
-    )
+        return torch.as_tensor(value, dtype=dtype if dtype is not None and dtype.is_floating_point else None)
+    raise DtypeError(message(label(name), "a tensor or a number", type(value).__name__, _advice(value)))
+
+
+def _advice(value: Any) -> str:
+    """Say what to do with a leaf that is no tensor."""
+    if isinstance(value, torch.nn.Module):
+        return "pass dict(module.named_parameters())"
+    if isinstance(value, set | frozenset | Iterator | Mapping):
+        return "put the tensors in a dict, a list or a tuple"
+    if dataclasses.is_dataclass(value):
+        return "register the class with torch.export.register_dataclass, or use a dict"
+    if hasattr(value, "__array__") or isinstance(value, torch.Size):
+        return "convert it with torch.as_tensor"
+    return "keep it out of the tree, as with partition(tree, lambda name, leaf: torch.is_tensor(leaf))"
+
+
+# One step of a path in JSON: "i" an index, "k" a dict key, "f" a field.
+Step = tuple[str, Any]
+_MOST_INDEX = 10**6  # a longer list is no list of leaves, but a damaged text
+
+
+def _read_path(steps: Any) -> tuple[Step, ...]:
+    path = tuple((kind, _from_json_key(key)) for kind, key in steps)
+    for kind, key in path:
+        if kind not in ("i", "k", "f") or (kind == "i" and not (isinstance(key, int) and 0 <= key < _MOST_INDEX)):
+            raise ValueError(f"{[kind, key]} is no step of a path")
+    return path
+
+
+def _read_shape(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"{shape} is no shape")
+    return tuple(shape)
+
+
+def _read_dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
 
 
 def _path_kinds(spec: optree.PyTreeSpec) -> list[list[str]]:
@@ -395,14 +596,17 @@ def _from_json_key(key: Any) -> Any:
     return tuple(_from_json_key(part) for part in key["tuple"]) if isinstance(key, dict) else key
 
 
-def _nest(items: list[tuple[tuple[tuple[str, Any], ...], Any]]) -> Tree:
+def _nest(items: list[tuple[tuple[Step, ...], Any]]) -> Tree:
     """Build nested dicts and lists from (path, leaf) pairs."""
     if len(items) == 1 and not items[0][0]:
         return items[0][1]
-    groups: dict[Any, list[tuple[tuple[tuple[str, Any], ...], Any]]] = {}
+    groups: dict[Step, list[tuple[tuple[Step, ...], Any]]] = {}
     for path, leaf in items:
+        if not path:
+            raise ValueError("a leaf lies at the path of another, or above it")
         groups.setdefault(path[0], []).append((path[1:], leaf))
-    if groups and all(kind == "i" for kind, _ in groups):
+    indices = [index for kind, index in groups if kind == "i"]
+    if groups and len(indices) == len(groups) and indices == sorted(indices):
         by_index = {index: _nest(group) for (_, index), group in groups.items()}
         return [by_index.get(i) for i in range(max(by_index) + 1)]  # None (no leaf) where nothing lies
     return {key: _nest(group) for (_, key), group in groups.items()}
@@ -441,8 +645,12 @@ def partition(tree: Tree, predicate: Callable[..., bool]) -> tuple[Tree, Tree]:
 
     Args:
         tree: any tree.
-        predicate: ``predicate(name)`` on the dotted name, or ``predicate(name, leaf)``. A one-argument predicate that
-            only reads attributes of the tensor (``lambda p: p.requires_grad``) works as well.
+        predicate: ``predicate(name)`` on the dotted name, or ``predicate(name, leaf)`` when both arguments are
+            required. A one-argument predicate that only reads attributes of the tensor (``lambda p: p.requires_grad``)
+            works as well.
+
+    Raises:
+        TypeError: ``predicate`` is no function of a leaf, or does not answer yes or no.
 
     >>> params = {"body": torch.zeros(2), "head": torch.ones(1)}
     >>> head, frozen = partition(params, lambda name: name.startswith("head"))
@@ -451,27 +659,47 @@ def partition(tree: Tree, predicate: Callable[..., bool]) -> tuple[Tree, Tree]:
     """
     if not callable(predicate):
         raise TypeError(
-            message("predicate", "a function of a leaf's name", type(predicate).__name__, "pass lambda name: ...")
+            message("predicate", "a function of a leaf's name", _got(predicate), "pass lambda name: name == 'head'")
         )
     leaves, spec = flatten(tree)
-    chosen = [_decide(predicate, name_of(path), leaf) for path, leaf in zip(paths_of(spec), leaves, strict=True)]
+    both = _takes_both(predicate)
+    chosen = [_decide(predicate, both, name_of(path), leaf) for path, leaf in zip(paths_of(spec), leaves, strict=True)]
     return (
         spec.unflatten([leaf if yes else None for leaf, yes in zip(leaves, chosen, strict=True)]),
         spec.unflatten([None if yes else leaf for leaf, yes in zip(leaves, chosen, strict=True)]),
     )
 
 
-def _decide(predicate: Callable[..., bool], name: str, leaf: Any) -> bool:
+def _takes_both(predicate: Callable[..., bool]) -> bool:
+    """Say whether ``predicate`` wants (name, leaf); a default, as in ``lambda name, keep=keep: ...``, stays."""
     try:
-        inspect.signature(predicate).bind(name, leaf)
-    except (TypeError, ValueError):
-        pass
+        parameters = inspect.signature(predicate).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in kinds]
+    required = sum(p.default is p.empty for p in positional)
+    rest = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    stuck = any(p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    if required > 2 or stuck or not (positional or rest):
+        expected = "a function of a leaf's name, or of (name, leaf)"
+        fix = "pass lambda name: name == 'head'"
+        raise TypeError(message("predicate", expected, f"one of {inspect.signature(predicate)}", fix))
+    return required == 2 or (rest and len(positional) < 2)
+
+
+def _decide(predicate: Callable[..., bool], both: bool, name: str, leaf: Any) -> bool:
+    if both:
+        answer: Any = predicate(name, leaf)
     else:
-        return bool(predicate(name, leaf))
-    try:
-        return bool(predicate(name))
-    except (AttributeError, TypeError):
-        return bool(predicate(leaf))
+        try:
+            answer = predicate(name)
+        except (AttributeError, TypeError):
+            answer = predicate(leaf)
+    if isinstance(answer, torch.Tensor) and answer.numel() != 1:
+        fix = "reduce it with .all() or .any()"
+        raise TypeError(message("predicate", f"True or False for {label(name)}", _got(answer), fix))
+    return bool(answer)
 
 
 def combine(first: Tree, second: Tree) -> Tree:
@@ -480,22 +708,12 @@ def combine(first: Tree, second: Tree) -> Tree:
     Raises:
         StructureError: the halves have different structures, or both hold the same leaf.
     """
-    none_is_leaf = {"none_is_leaf": True, "namespace": _NAMESPACE}
-    for tree in (first, second):
-        flatten(tree)
-    mine, spec = optree.tree_flatten(first, **none_is_leaf)  # type: ignore[arg-type]
-    try:
-        theirs = spec.flatten_up_to(second)
-    except (ValueError, TypeError) as error:
-        other = optree.tree_structure(second, **none_is_leaf)  # type: ignore[arg-type]
-        raise StructureError(
-            message("second", f"the structure {spec}", f"{other} ({error})", "combine the two halves of one partition")
-        ) from None
+    mine, spec = flatten(first, "first", none_is_leaf=True)
+    theirs = flatten_like(spec, second, "second", "combine the two halves of one partition")
     for path, a, b in zip(paths_of(spec), mine, theirs, strict=True):
         if a is not None and b is not None:
-            raise StructureError(
-                message(f"leaf {name_of(path)!r}", "a value in one half only", "one in both", "set one of them to None")
-            )
+            fix = "set it to None in one of them, as partition() does"
+            raise StructureError(message(label(name_of(path)), "a value in one half, None in the other", "two", fix))
     return spec.unflatten([b if a is None else a for a, b in zip(mine, theirs, strict=True)])
 
 
@@ -508,9 +726,13 @@ def check_number(value: Any, argument: str, *, low: float = 0.0, strict: bool = 
     expected = f"a finite number {'>' if strict else '>='} {low:g}"
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.requires_grad and is_plain(value):
         value = value.item()
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(message(argument, expected, type(value).__name__, fix))
-    number = float(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        got = f"a tensor of {_got(value)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(message(argument, expected, got, fix))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or number < low or (strict and number == low):
         raise ValueError(message(argument, expected, f"{number:g}", fix))
     return number
@@ -519,7 +741,7 @@ def check_number(value: Any, argument: str, *, low: float = 0.0, strict: bool = 
 def check_count(value: Any, argument: str, *, low: int = 1, fix: str, none: str | None = None) -> int:
     """Return ``value`` as an int >= low; ``none`` says what None means where it is allowed (checked by the caller)."""
     expected = f"an integer >= {low}" + (f" or None ({none})" if none else "")
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(message(argument, expected, f"{value!r}", fix))
     if value < low:
         raise ValueError(message(argument, expected, f"{value}", fix))
@@ -598,7 +820,9 @@ class Point:
     leaves: Leaves
     rest: Leaves
     argnums: tuple[int, ...]
+    joint: bool  # argnums came as a tuple, so vectors are tuples of trees
     arguments: Callable[[Leaves, Leaves], tuple[Any, ...]] = field(repr=False)
+    take: Callable[[tuple[Any, ...]], tuple[Leaves, Leaves]] = field(repr=False)
     func: Callable[..., Any] = field(repr=False)
 
     def loss(self, leaves: Leaves, rest: Leaves) -> torch.Tensor:
@@ -606,7 +830,10 @@ class Point:
         return check_scalar(self.func(*self.arguments(leaves, rest)))
 
     def rows(self, v: Tree, argument: str = "v") -> tuple[torch.Tensor, bool]:
-        """Return v as rows [k, p] in the working dtype, and whether it was one vector (k = 1)."""
+        """Return v as rows [k, p] in the working dtype, and whether it was one vector (k = 1).
+
+        The rows may share memory with v: they are for reading.
+        """
         layout = self.layout
         found = flatten_like(layout.spec, v, argument, f"build {argument} like x[argnums], dict keys in any order")
         extra = None
@@ -663,6 +890,8 @@ def check_vector_leaf(value: Any, like: torch.Tensor, leaf: str) -> None:
     """Raise unless ``value`` is a float tensor that fits beside the parameter ``like`` without losing digits."""
     if not isinstance(value, torch.Tensor):
         raise StructureError(message(leaf, "a tensor", type(value).__name__, "give v one tensor per parameter"))
+    if not is_dense(value):
+        raise DtypeError(message(leaf, "a dense tensor", _got(value), "convert it with .to_dense()"))
     if value.dtype != like.dtype and torch.promote_types(value.dtype, like.dtype) != like.dtype:
         fix = f"convert v with .to({like.dtype}), or the parameters to {value.dtype}"
         raise DtypeError(message(leaf, f"dtype {like.dtype}, or a narrower float", str(value.dtype), fix))
@@ -687,7 +916,7 @@ def bind(func: Callable[..., Any], x: tuple[Any, ...], argnums: int | tuple[int,
     positions = check_argnums(argnums, len(x))
     chosen = x[positions[0]] if not isinstance(argnums, tuple) else tuple(x[i] for i in positions)
     for leaf, path in _named(chosen):
-        _check_differentiable(leaf, name_of(path) or f"x[{positions[0]}]")
+        _check_differentiable(leaf, name_of(path), positions[0])
     layout = Layout.of(chosen)
     flat = [flatten(argument) for argument in x]
     # Where each tensor goes: differentiated leaves in argnums order, other tensors in argument order, constants stay.
@@ -718,10 +947,17 @@ def bind(func: Callable[..., Any], x: tuple[Any, ...], argnums: int | tuple[int,
             for spec, slot in zip(specs, slots, strict=True)
         )
 
+    def take(arguments: tuple[Any, ...]) -> tuple[Leaves, Leaves]:
+        flat = [flatten(argument)[0] for argument in arguments]
+        others = (value for i, values in enumerate(flat) if i not in starts for value in values)
+        chosen = tuple(value for i in positions for value in flat[i])
+        return chosen, tuple(value for value in others if isinstance(value, torch.Tensor))
+
     if detach:
         leaves = [leaf.detach() for leaf in leaves]
         rest = [tensor.detach() for tensor in rest]
-    return Point(layout, tuple(leaves), tuple(rest), positions, arguments, func)
+    joint = isinstance(argnums, tuple)
+    return Point(layout, tuple(leaves), tuple(rest), positions, joint, arguments, take, func)
 
 
 def _named(tree: Tree) -> list[tuple[Any, Path]]:
@@ -729,9 +965,12 @@ def _named(tree: Tree) -> list[tuple[Any, Path]]:
     return list(zip(leaves, paths_of(spec), strict=True))
 
 
-def _check_differentiable(leaf: Any, name: str) -> None:
+def _check_differentiable(leaf: Any, name: str, position: int) -> None:
+    where = label(name) if name else f"x[{position}]"
     fix = "differentiate only float leaves: move this one to another argument, or split it off with partition()"
     if not isinstance(leaf, torch.Tensor):
-        raise DtypeError(message(f"leaf {name!r}", "a floating point tensor", type(leaf).__name__, fix))
+        if not is_number(leaf):
+            fix = _advice(leaf)
+        raise DtypeError(message(where, "a floating point tensor", type(leaf).__name__, fix))
     if not leaf.is_floating_point():
-        raise DtypeError(message(f"leaf {name!r}", "a real floating point tensor", str(leaf.dtype), fix))
+        raise DtypeError(message(where, "a real floating point tensor", str(leaf.dtype), fix))

@@ -313,7 +313,7 @@ class Layout:
         leaves = [as_leaf(*item) for item in zip(found, self.names, self.dtypes, strict=True)]
         for leaf, shape, name in zip(leaves, self.shapes, self.names, strict=True):
             if leaf.ndim != len(shape) + extra or tuple(leaf.shape[extra:]) != shape:
-                expected = f"shape ({', '.join(map(str, ('n', *shape)))})" if extra else f"shape {shape}"
+                expected = f"shape {_led('n', shape) if extra else shape}"
                 fix = "pass one vector's tree, with the shapes that the layout was read from"
                 if extra:
                     fix = "give every leaf one leading axis n before its own shape"
@@ -457,6 +457,10 @@ class Layout:
 
 def _shorten(text: str, length: int) -> str:
     return text if len(text) <= length else text[:length] + "..."
+
+
+def _led(axis: str, shape: tuple[int, ...]) -> str:
+    return f"({', '.join(map(str, (axis, *shape)))}{',' * (not shape)})"
 
 
 def _got(value: Any) -> str:
@@ -845,7 +849,7 @@ class Point:
             count = tuple(value.shape[:1]) if ndim == 1 else ()
             wrong = ndim not in (0, 1) or tuple(value.shape[ndim:]) != shape
             if wrong or (extra is not None and extra != count):
-                expected = f"shape {shape}, or {('k', *shape)} for k vectors"
+                expected = f"shape {shape}, or {_led('k', shape)} for k vectors"
                 if extra is not None and not wrong:
                     expected = f"shape {(*extra, *shape)}, as the leaves before it"
                 fix = "give every leaf its parameter's shape, with one leading axis k on all leaves or on none"

@@ -258,8 +258,8 @@ class Closure:
             return
         seen = _Walk({})
         seen(func)
-        live = [t for t in seen.found if not is_plain(t) or t.requires_grad]
-        owned = {id(t): t for t in seen.owned if not is_plain(t) or t.requires_grad}
+        live = [t for t in seen.found if _followed(t)]
+        owned = {id(t): t for t in seen.owned if _followed(t)}
         if not inside and not live and not owned:
             return
         with _Record(owned) as record, torch.enable_grad():
@@ -394,6 +394,14 @@ class _Substitute(TorchFunctionMode):
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in torch_pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _followed(tensor: torch.Tensor) -> bool:
+    """Say whether a transform, or torch.autograd in either mode, may follow a tensor."""
+    if not is_plain(tensor) or tensor.requires_grad:
+        return True
+    dual = torch.autograd.forward_ad._current_level >= 0
+    return dual and unpack_dual(tensor, level=0).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _depth() -> int:

@@ -70,7 +70,7 @@ def _hessian(loss: Loss, leaves: Leaves, rest: Leaves, mode: str, hold: bool) ->
         )
         return reverse()
 
-    if mode == "rev-rev":
+    if mode == "rev-rev" or torch.autograd.forward_ad._current_level >= 0:  # dual levels of torch.autograd do not nest
         return reverse()
     if hold:
         try:

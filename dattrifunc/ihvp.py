@@ -84,9 +84,7 @@ class _Inverse:
 
     def finish(self, system: Curvature, method: Method, v: Tree, held: implicit.System, tensors: Leaves) -> Any:
         """Solve for v."""
-        rows, single = system.point.rows(v)
-        outputs = implicit.apply(held, rows, tensors)
-        out = solvers.result(system.point, outputs, single, method.name, system.notes)
+        out = solvers.run(method, system, held, tensors, v, "v")
         return tuple(out) if self.has_aux else out.value
 
     def bound(self, x: tuple[Any, ...], in_dims: Any = None) -> _BoundSolve:

@@ -28,7 +28,7 @@ from torch.utils import _pytree as torch_pytree
 
 from .tree import is_plain
 
-__all__ = ["Closure", "Level", "Raw", "System", "apply", "transforms_active"]
+__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "transforms_active"]
 
 Tensors = tuple[torch.Tensor, ...]
 Matvec = Callable[[torch.Tensor], torch.Tensor]
@@ -51,6 +51,19 @@ class Level(NamedTuple):
     mapped: tuple[bool, ...]
 
 
+@dataclass
+class Notes:
+    """What a call and its solve tell each other beside tensors; shared by all copies of a system.
+
+    Attributes:
+        single: whether the caller gave one vector, so that facts are told as 0-d tensors.
+        texts: what the solve found out, for SolveInfo.reason.
+    """
+
+    single: bool = False
+    texts: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class System:
     """A symmetric matrix C(tensors) on rows [k, *B, p], or its inverse; B are the sizes of ``levels``, outermost first.
@@ -62,7 +75,7 @@ class System:
         must_map: which tensors always carry a lifted axis of their own (the differentiated leaves).
         levels: the vmaps over tensors, innermost first.
         quiet: whether a failed solve goes unsaid (it is told by SolveInfo instead).
-        notes: text that a solve leaves for SolveInfo.reason; shared by all copies of a system.
+        notes: see ``Notes``.
     """
 
     inverse: bool = False
@@ -71,7 +84,7 @@ class System:
     must_map: tuple[bool, ...] = ()
     levels: tuple[Level, ...] = ()
     quiet: bool = False
-    notes: list[str] = field(default_factory=list, compare=False)
+    notes: Notes = field(default_factory=Notes, compare=False)
 
     def matvec(self, tensors: Tensors) -> Matvec:
         """Return rows -> C(tensors) rows, with all that depends on the tensors alone done once. Plain tensors only."""

@@ -57,8 +57,8 @@ class Problem(Protocol):
         """Lifted axes."""
 
     @property
-    def notes(self) -> list[str]:
-        """Text for SolveInfo.reason."""
+    def notes(self) -> implicit.Notes:
+        """What the call and its solve tell each other."""
 
     @property
     def quiet(self) -> bool:
@@ -89,10 +89,10 @@ def _judged(
     """Return ``run`` with a warning for what it could not solve."""
 
     def judged(rows: torch.Tensor) -> implicit.Raw:
-        problem.notes.clear()
+        problem.notes.texts.clear()
         raw = run(rows)
         if not problem.quiet:
-            warn_unsolved(raw, name, tol, "; ".join(problem.notes))
+            warn_unsolved(raw, name, tol, "; ".join(problem.notes.texts))
         return raw
 
     return judged
@@ -120,9 +120,13 @@ def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) ->
         matvec = problem.matvec(tensors)
         limit = min(10 * problem.layout.size, 1000) if max_iter is None else max_iter
 
+        def told(iteration: int, residuals: torch.Tensor) -> None:
+            assert callback is not None
+            callback(iteration, residuals.squeeze(0) if problem.notes.single else residuals)
+
         def run(rows: torch.Tensor) -> implicit.Raw:
-            eps = problem.point.eps
-            return cg_rows(matvec, rows, tol=tol, max_iter=limit, eps=eps, callback=callback, notes=problem.notes)
+            eps, watch = problem.point.eps, None if callback is None else told
+            return cg_rows(matvec, rows, tol=tol, max_iter=limit, eps=eps, callback=watch, notes=problem.notes.texts)
 
         return _judged(problem, "cg", tol, run)
 
@@ -139,7 +143,7 @@ def explicit_method() -> Method:
         factor = factorise(matrix, problem.layout, problem.point.eps)
 
         def run(rows: torch.Tensor) -> implicit.Raw:
-            problem.notes.extend([factor.reason] if factor.reason else [])
+            problem.notes.texts.extend([factor.reason] if factor.reason else [])
             return factor.solve(rows, tol, problem.point.eps)
 
         judged = _judged(problem, "explicit", tol, run)
@@ -214,7 +218,7 @@ def lissa_method(
                 tol=tol,
                 eps=problem.point.eps,
                 full=full,
-                notes=problem.notes,
+                notes=problem.notes.texts,
             )
 
         return _judged(problem, "lissa", tol, run)
@@ -249,12 +253,15 @@ def device_of(point: Point) -> torch.device | None:
     return point.leaves[0].device if point.leaves else None
 
 
-def result(point: Point, outputs: tuple[torch.Tensor, ...], single: bool, name: str, notes: list[str]) -> SolveResult:
-    """Return the outputs of a solve on rows as a tree and its info."""
-    value, *facts = outputs
+def run(method: Method, system: Any, held: implicit.System, tensors: Leaves, v: Tree, argument: str) -> SolveResult:
+    """Solve ``held``, which is ``system`` with or without its tensors bound, for a tree v or a batch of them."""
+    point, notes = system.point, system.notes
+    rows, notes.single = point.rows(v, argument)
+    single = notes.single
+    value, *facts = implicit.apply(held, rows, tensors)
     fields = [fact.squeeze(0) for fact in facts] if single else facts
     converged, status, iterations, residual = fields
-    info = SolveInfo(converged, status, iterations, residual, name, "; ".join(notes))
+    info = SolveInfo(converged, status, iterations, residual, method.name, "; ".join(notes.texts))
     return SolveResult(point.tree(value, single), info)
 
 
@@ -350,13 +357,13 @@ def _solve(
     else:
         batched_function = batched
     check_callable(matvec, "matvec", "a function v -> A v on trees like b")
-    point, rows = _right_hand_side(b, batched)
-    tensors = (rows.detach(),)
+    point = _point_of(b, batched)
+    rows = torch.zeros(1, point.layout.size, dtype=point.work_dtype, device=device_of(point))
 
     def call() -> Any:
-        return matvec(point.tree(tensors[0][:1], single=not batched_function), *probe)
+        return matvec(point.tree(rows, single=not batched_function), *probe)
 
-    closure = implicit.Closure(matvec, tensors, call)
+    closure = implicit.Closure(matvec, (), call)
     closed_over = closure.tensors
     system = _Matrix(
         inverse=True,
@@ -369,24 +376,22 @@ def _solve(
         batched=batched_function,
         sampling=sampling,
     )
-    outputs = implicit.apply(system, rows, closed_over)
-    return result(point, outputs, not batched, method.name, system.notes)
+    return run(method, system, system, closed_over, b, "b")
 
 
-def _right_hand_side(b: Tree, batched: bool) -> tuple[Point, torch.Tensor]:
-    """Return the point whose layout is that of one vector of b, and b as rows."""
+def _point_of(b: Tree, batched: bool) -> Point:
+    """Return the point whose layout is that of one vector of b."""
     point = bind(_no_loss, (b,), 0, detach=False)
-    if not batched:
-        return point, point.rows(b, "b")[0]
     layout = point.layout
+    if not batched:
+        return point
     if any(not shape for shape in layout.shapes):
         fix = "give every leaf a leading axis k, or pass batched=False"
         raise StructureError(message("b", "leaves with a leading axis k (batched=True)", "a 0-d leaf", fix))
     one = Layout(layout.paths, tuple(shape[1:] for shape in layout.shapes), layout.dtypes, layout.spec)
     # A zero of each leaf's shape stands for the vector: only shapes, dtypes and devices are read from it.
     leaves = tuple(leaf.new_zeros(shape) for leaf, shape in zip(point.leaves, one.shapes, strict=True))
-    point = replace(point, layout=one, leaves=leaves)
-    return point, point.rows(b, "b")[0]
+    return replace(point, layout=one, leaves=leaves)
 
 
 def _no_loss(*_: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,8 +88,8 @@ class Factor:
 def factorise(matrix: torch.Tensor, layout: Layout, eps: float) -> Factor:
     """Factor symmetric matrices [*B, p, p].
 
-    Cholesky where positive definite; Bunch-Kaufman LDL^T where indefinite; where a pivot says singular, eigenvalues
-    decide, and those below ``cut`` = max(10, sqrt(p)) eps max|eigenvalue| are left out (least-norm answer).
+    Cholesky where positive definite; Bunch-Kaufman LDL^T where indefinite; where inverse iteration says singular,
+    eigenvalues decide, and those below max(10, sqrt(p)) eps max|eigenvalue| are left out (least-norm answer).
 
     Source: Higham (2002), Accuracy and Stability of Numerical Algorithms, chapters 10 and 11,
         doi:10.1137/1.9780898718027.
@@ -96,40 +97,37 @@ def factorise(matrix: torch.Tensor, layout: Layout, eps: float) -> Factor:
     none = torch.zeros(matrix.shape[:-2], dtype=torch.bool, device=matrix.device)
     if matrix.shape[-1] == 0:
         return Factor(matrix, "cholesky", none, "", lambda columns: columns)
+    cut = max(10.0, matrix.shape[-1] ** 0.5) * eps
     lower, failed = torch.linalg.cholesky_ex(matrix)
-    pivots = lower.diagonal(dim1=-2, dim2=-1)
-    if bool(((failed == 0) & (pivots.amin(-1) ** 2 > eps * pivots.amax(-1) ** 2)).all()):
-        return Factor(matrix, "cholesky", none, "", lambda columns: torch.cholesky_solve(columns, lower))
-    factor, order, failed = torch.linalg.ldl_factor_ex(matrix)
-    if bool((failed == 0).all()) and bool(_pivots_safe(factor, order, eps).all()):
-        return Factor(matrix, "ldl", none, "", lambda columns: torch.linalg.ldl_solve(factor, order, columns))
+    cholesky = functools.partial(_cholesky_solve, lower)
+    if not bool(failed.any()) and _regular(matrix, cholesky, cut):
+        return Factor(matrix, "cholesky", none, "", cholesky)
+    if bool(failed.any()):
+        packed, order, failed = torch.linalg.ldl_factor_ex(matrix)
+        ldl = functools.partial(torch.linalg.ldl_solve, packed, order)
+        if not bool(failed.any()) and _regular(matrix, ldl, cut):
+            return Factor(matrix, "ldl", none, "", ldl)
     values, vectors = torch.linalg.eigh(matrix)
-    largest = values.abs().amax(-1, keepdim=True)
-    cut = max(10.0, matrix.shape[-1] ** 0.5) * eps * largest
-    kept = values.abs() > cut
+    kept = values.abs() > cut * values.abs().amax(-1, keepdim=True)
     inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0).unsqueeze(-1)
     singular = ~kept.all(-1)
     reason = _why_singular(matrix, values, singular, layout, eps) if bool(singular.any()) else ""
     return Factor(matrix, "eigenvalues", singular, reason, lambda columns: vectors @ (inverse * (vectors.mT @ columns)))
 
 
-def _pivots_safe(factor: torch.Tensor, order: torch.Tensor, eps: float) -> torch.Tensor:
-    """Say per matrix whether no block of D is near 0 (2 x 2 where two neighbours in ``order`` are negative)."""
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    below = torch.nn.functional.pad(factor.diagonal(-1, dim1=-2, dim2=-1), (0, 1))
-    pairs = torch.zeros_like(diagonal, dtype=torch.bool)  # first index of each 2 x 2 block
-    for i in range(diagonal.shape[-1] - 1):
-        start = (order[..., i] < 0) & (order[..., i] == order[..., i + 1])
-        if i:
-            start = start & ~pairs[..., i - 1]
-        pairs[..., i] = start
-    second = torch.nn.functional.pad(pairs[..., :-1], (1, 0))
-    beside = torch.nn.functional.pad(diagonal[..., 1:], (0, 1))
-    middle, radius = (diagonal + beside) / 2, torch.hypot((diagonal - beside) / 2, below)
-    high, low = middle + radius, middle - radius
-    large = torch.where(pairs, torch.maximum(high.abs(), low.abs()), diagonal.abs()).masked_fill(second, 0.0)
-    small = torch.where(pairs, torch.minimum(high.abs(), low.abs()), diagonal.abs()).masked_fill(second, torch.inf)
-    return small.amin(-1) > eps * large.amax(-1)
+def _cholesky_solve(lower: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return torch.cholesky_solve(columns, lower)
+
+
+def _regular(matrix: torch.Tensor, inverse: Callable[[torch.Tensor], torch.Tensor], cut: float) -> bool:
+    """Say whether no matrix is singular: 1 / |A^-1| by three steps of inverse iteration, beside |A|."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(matrix.shape[-1], 1, generator=rng, dtype=torch.float64).to(matrix)
+    x = x.expand(*matrix.shape[:-1], 1)
+    for _ in range(3):
+        x = inverse(x / torch.linalg.vector_norm(x, dim=-2, keepdim=True))
+    growth = torch.linalg.vector_norm(x, dim=-2).squeeze(-1) * torch.linalg.matrix_norm(matrix, ord=torch.inf)
+    return bool((growth * cut < 1).all())  # NaN or inf, from a zero pivot, is not
 
 
 def _why_singular(

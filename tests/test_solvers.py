@@ -1,0 +1,447 @@
+"""The solvers as pure functions of (matvec, b): values by dense float64 algebra, and honest facts about every row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import flat, quadratics, row, symmetric, unflat
+
+from dattrifunc import ConvergenceWarning, ihvp_at_x_cg, solvers
+from dattrifunc.solvers import Status
+from dattrifunc.solvers.dense import factorise
+from dattrifunc.solvers.stochastic import draw_batches
+from dattrifunc.tree import Layout
+
+D124 = torch.diag(torch.tensor([1.0, 2.0, 4.0]))
+V124 = torch.tensor([1.0, 2.0, 4.0])
+LISSA = {"scaling": 6.0, "recursion_depth": 400}
+
+
+def hilbert(p, dtype=torch.float64):
+    i = torch.arange(1, p + 1, dtype=torch.float64)
+    return (1 / (i[:, None] + i[None, :] - 1)).to(dtype)
+
+
+def solve(name, matrix, b, **knobs):
+    """Solve by name; b is one vector [p] or rows [k, p]."""
+    batched = b.ndim == 2
+    return getattr(solvers, name)(lambda v: v @ matrix, b, batched=batched, **knobs)
+
+
+NAMES = {"cg": {"tol": 1e-12}, "explicit": {}, "lissa": LISSA}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(problem=quadratics())
+def test_equals_dense_algebra(name, problem):
+    """A matvec on drawn trees, one vector at a time and all k at once."""
+    h, rhs = problem.hessian, problem.rhs
+    want = torch.linalg.solve(h, flat(rhs, batch=True).T).T
+
+    def matvec(v):
+        return unflat(h @ flat(v), v)
+
+    def matmat(v):
+        return unflat(flat(v, batch=True) @ h, problem.params)
+
+    u, info = getattr(solvers, name)(matmat, rhs, batched=True, **NAMES[name])
+    torch.testing.assert_close(flat(u, batch=True), want, rtol=1e-6, atol=1e-8)
+    assert info.converged.shape == (len(want),)
+    assert info.converged.all()
+    assert (info.status == 0).all()
+    if len(want):
+        u, info = getattr(solvers, name)(matvec, row(rhs, 0), **NAMES[name])
+        torch.testing.assert_close(flat(u), want[0], rtol=1e-6, atol=1e-8)
+        assert info.converged.shape == info.residual.shape == info.status.shape == info.iterations.shape == ()
+        true = torch.linalg.vector_norm(flat(row(rhs, 0)) - h @ flat(u)) / flat(row(rhs, 0)).norm()
+        torch.testing.assert_close(info.residual, true, rtol=1e-3, atol=1e-14)
+
+
+@given(st.integers(1, 8), st.integers(0, 2**31), st.sampled_from(["spd", "indefinite"]), st.floats(-25, 25))
+def test_a_row_is_solved_or_flagged(p, seed, kind, exponent):
+    """What SolveInfo says is the truth, for every row by itself, and a solve of a v is a times the solve of v."""
+    rng = torch.Generator().manual_seed(seed)
+    h = symmetric(rng, p, kind)
+    b = torch.randn(5, p, generator=rng, dtype=torch.float64)
+    b[1] = 0
+    b[2, 0] = float("nan")
+    b[3] *= 10**exponent
+    b[4] = b[0] * 2.0 ** round(exponent)
+    for name in ("cg", "explicit"):
+        u, info = solve(name, h, b)
+        for i in (0, 3, 4):
+            true = torch.linalg.vector_norm(b[i] / b[i].norm() - h @ (u[i] / b[i].norm()))
+            torch.testing.assert_close(info.residual[i], true, rtol=1e-3, atol=1e-12)
+            assert bool(info.converged[i]) == (info.status[i] == 0)
+            assert not info.converged[i] or true < 1e-7
+            assert info.converged[i] or name == "cg"
+        torch.testing.assert_close(u[4], u[0] * 2.0 ** round(exponent), rtol=1e-12, atol=0)
+        assert (u[1] == 0).all()
+        assert info.converged[1]
+        assert u[2].isnan().all()
+        assert info.status[2] == Status.NONFINITE
+        assert not info.converged[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# conjugate gradients
+
+
+@pytest.mark.fault("F1")
+@pytest.mark.parametrize("max_iter", [3, 10, 100, 1000])
+def test_cg_after_convergence(max_iter):
+    """CG that goes on after convergence divides 0 by 0 and returns NaN."""
+    assert torch.equal(solve("cg", D124, V124, max_iter=max_iter).value, torch.ones(3))
+    eye = torch.eye(3)
+    u, info = solve("cg", eye, V124, max_iter=max_iter)
+    torch.testing.assert_close(u, V124)
+    assert info.iterations == 1
+
+
+@pytest.mark.fault("F2")
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_right_hand_side(name, recwarn):
+    """A zero right-hand side came back as NaN: it is exactly 0, converged, without a warning, beside others too."""
+    u, info = solve(name, D124, torch.zeros(3), **NAMES[name])
+    assert torch.equal(u, torch.zeros(3))
+    assert info.converged
+    assert info.residual == 0
+    u, info = solve(name, D124, torch.stack([torch.zeros(3), V124]), **NAMES[name])
+    assert torch.equal(u[0], torch.zeros(3))
+    torch.testing.assert_close(u[1], torch.ones(3))
+    assert not recwarn.list
+
+
+@pytest.mark.fault("F3")
+def test_cg_on_indefinite_curvature():
+    """Where p'Hp is 0 or negative, CG gave NaN or garbage: here the exact answer, or a flag that says why."""
+    h, v = torch.diag(torch.tensor([1.0, -1.0])), torch.ones(2)
+    u, info = solve("cg", h, v)
+    assert u.isfinite().all()
+    assert not info.converged
+    assert info.status == Status.NEGATIVE_CURVATURE
+    assert "not positive definite" in info.messages()[0]
+    torch.testing.assert_close(solve("cg", h + 2 * torch.eye(2), v).value, torch.tensor([1 / 3, 1.0]))
+    u, info = solve("cg", torch.diag(torch.tensor([-1.0, -2.0])), v)
+    torch.testing.assert_close(u, torch.tensor([-1.0, -0.5]))
+    torch.testing.assert_close(solve("explicit", h, v).value, torch.tensor([1.0, -1.0]))
+    u, info = solve("cg", torch.diag(torch.tensor([3.0, -2.0, 0.5])), torch.tensor([1.0, 2.0, 1.0]), max_iter=2)
+    assert info.status == Status.NEGATIVE_CURVATURE
+    assert "regularization must grow by more than" in info.reason
+
+
+@pytest.mark.fault("F4")
+def test_cg_on_a_hilbert_matrix():
+    """Loss of conjugacy: the recursive residual lied. The residual told is the true one, and restarts bring it down."""
+    h = hilbert(6)
+    u, info = solve("cg", h, h @ torch.ones(6, dtype=torch.float64), max_iter=60, tol=1e-12)
+    assert (u - 1).abs().max() < 1e-3
+    h = hilbert(6, torch.float32)
+    v = h @ torch.ones(6)
+    u, info = solve("cg", h, v, max_iter=60)
+    true = torch.linalg.vector_norm(v - h @ u) / v.norm()
+    assert true <= 1e-5
+    torch.testing.assert_close(info.residual, true, rtol=0.5, atol=1e-7)
+
+
+@pytest.mark.fault("F5")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [1e-25, 1e-13, 1e25])
+def test_scale_of_the_right_hand_side(name, scale):
+    """Inner products of tiny right-hand sides underflow in float32, of huge ones overflow: solves scale with v."""
+    u, info = solve(name, D124, scale * V124, **NAMES[name])
+    torch.testing.assert_close(u / scale, torch.ones(3), rtol=1e-6, atol=0)
+    assert info.converged
+
+
+@pytest.mark.fault("F6")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 9])
+def test_number_of_right_hand_sides(name, k):
+    """With more right-hand sides than parameters, the tolerance was taken over the wrong axis and rows came back 0."""
+    h = torch.diag(torch.tensor([1.0, 4.0]))
+    u, info = solve(name, h, torch.tensor([1.0, 4.0]).expand(k, 2), **NAMES[name])
+    torch.testing.assert_close(u, torch.ones(k, 2))
+    assert info.residual.shape == (k,)
+    assert info.converged.all()
+
+
+@pytest.mark.fault("F7")
+def test_a_truncated_solve_says_so():
+    """The solver's flag was thrown away, so that a truncated solve looked finished."""
+    h = hilbert(6)
+    b = torch.stack([h @ torch.ones(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64), h[0]])
+    info = solve("cg", h, b, max_iter=2).info
+    assert info.converged.tolist() == [False, True, False]
+    assert info.status.tolist() == [Status.MAX_ITER, 0, Status.MAX_ITER]
+    assert info.iterations.tolist() == [2, 0, 2]
+    assert "raise max_iter" in info.messages()[0]
+    residual = solve("cg", h, b, max_iter=0).info.residual
+    torch.testing.assert_close(residual, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
+
+
+def test_cg_makes_one_batched_product_per_iteration():
+    """k right-hand sides: one call per iteration for all, one more for the true residual, each row its own count."""
+    shapes = []
+
+    def matvec(v):
+        shapes.append(tuple(v.shape))
+        return v @ D124
+
+    b = torch.stack([torch.tensor([1.0, 0, 0]), V124])
+    info = solvers.cg(matvec, b, batched=True).info
+    assert info.iterations.tolist() == [1, 3]
+    assert shapes == [(2, 3)] * 4
+
+
+def test_cg_calls_back():
+    seen = []
+    info = solve("cg", D124.double(), V124.double(), callback=lambda i, r: seen.append((i, r))).info
+    assert [i for i, _ in seen] == [1, 2, 3]
+    assert all(r.shape == () for _, r in seen)
+    assert seen[-1][1] < 1e-7 < seen[0][1]
+    torch.testing.assert_close(seen[-1][1], info.residual, rtol=0, atol=1e-12)
+    seen.clear()
+    solve("cg", D124, torch.stack([V124, 0 * V124]), callback=lambda i, r: seen.append((i, r)))
+    assert all(r.shape == (2,) and r[1] == 0 for _, r in seen)
+
+
+def test_cg_on_singular_curvature():
+    """v outside the range: flagged, finite. v inside: solved."""
+    h = torch.diag(torch.tensor([1.0, 2.0, 0.0]))
+    u, info = solve("cg", h, torch.ones(3))
+    assert info.status == Status.SINGULAR
+    assert u.isfinite().all()
+    u, info = solve("cg", h, torch.tensor([1.0, 2.0, 0.0]))
+    torch.testing.assert_close(u, torch.tensor([1.0, 1.0, 0.0]))
+    assert info.converged
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_product_that_is_not_finite(name):
+    """NaN or inf from a product never goes unflagged."""
+
+    def matvec(v):
+        return v * torch.tensor([1.0, float("inf")])
+
+    if name == "explicit":
+        with pytest.raises(ValueError, match=r"expected finite curvature, got \d NaN or inf entries"):
+            solvers.explicit(matvec, torch.ones(2))
+    else:
+        u, info = getattr(solvers, name)(matvec, torch.ones(2), **NAMES[name])
+        assert info.status == Status.NONFINITE
+        assert not info.converged
+        assert u.isnan().all()
+
+
+def test_attainable_accuracy_is_no_failure():
+    """A float32 solve of a fair matrix does not warn at the default tol of 1e-7, and its residual is told as it is."""
+    rng = torch.Generator().manual_seed(3)
+    h = symmetric(rng, 200, "spd").float()
+    info = solve("cg", h, torch.randn(8, 200, generator=rng)).info
+    assert info.converged.all()
+    assert info.residual.max() < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# explicit
+
+
+@given(st.integers(1, 12), st.integers(0, 2**31), st.sampled_from(["spd", "indefinite"]))
+def test_factor_kinds(p, seed, kind):
+    rng = torch.Generator().manual_seed(seed)
+    h = symmetric(rng, p, kind)
+    layout = Layout.of(torch.zeros(p))
+    factor = factorise(h, layout, 1e-16)
+    assert factor.kind == ("cholesky" if kind == "spd" else "ldl")
+    b = torch.randn(3, p, generator=rng, dtype=torch.float64)
+    raw = factor.solve(b, 1e-7, 2e-16)
+    torch.testing.assert_close(raw.value, torch.linalg.solve(h, b.T).T, rtol=1e-9, atol=1e-10)
+
+
+@given(st.integers(2, 10), st.integers(0, 2**31))
+def test_explicit_on_singular_curvature(p, seed):
+    """Least-norm answer, flagged 3 with the lambda that would do; never garbage along the null space."""
+    rng = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(p, p, generator=rng, dtype=torch.float64)).Q
+    values = torch.linspace(1, 3, p, dtype=torch.float64)
+    values[0] = 0
+    h = (basis * values) @ basis.T
+    b = torch.randn(p, generator=rng, dtype=torch.float64)
+    u, info = solve("explicit", (h + h.T) / 2, b)
+    torch.testing.assert_close(u, torch.linalg.pinv(h, hermitian=True) @ b, rtol=1e-8, atol=1e-9)
+    assert info.status == Status.SINGULAR
+    assert not info.converged
+    assert "regularization larger by" in info.reason
+    assert solve("explicit", (h + h.T) / 2, torch.zeros(p, dtype=torch.float64)).info.status == 0
+    inside = solve("explicit", (h + h.T) / 2, h @ b)
+    assert inside.info.status == Status.SINGULAR
+    assert inside.info.converged
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LiSSA
+
+
+@pytest.mark.fault("F10")
+def test_lissa_with_too_small_a_scale():
+    """The series grew to 1e36 and then NaN without a word: flagged, the last finite value, and scaling named."""
+    ten, one = torch.tensor([[10.0]]), torch.ones(1)
+    u, info = solve("lissa", ten, one, scaling=1.0, recursion_depth=5)
+    assert u.item() == -53144
+    assert info.status == Status.DIVERGED
+    assert not info.converged
+    assert "raise scaling" in info.messages()[0]
+    assert "scaling 1 is too small" in info.messages()[0]
+    u, info = solve("lissa", ten, one, scaling=1.0, recursion_depth=50)
+    assert u.isfinite().all()
+    assert info.status == Status.DIVERGED
+    u, info = solve("lissa", ten, one, scaling=10.0, recursion_depth=1)
+    torch.testing.assert_close(u, torch.tensor([0.1]))
+    assert info.converged
+
+
+def per_sample(x):
+    """Curvature of the mean of 1/2 x_i t^2 over a batch."""
+    return lambda v, index: x[index].mean() * v
+
+
+@pytest.mark.fault("F11")
+def test_lissa_needs_the_largest_batch_curvature():
+    """Scale 6 is enough for the mean curvature 10, not for the batch with curvature 20."""
+    x = torch.tensor([0.0, 20.0])
+    knobs = {"num_samples": 2, "generator": torch.Generator().manual_seed(0)}
+    u, info = solvers.lissa(per_sample(x), torch.ones(1), scaling=6.0, recursion_depth=200, **knobs)
+    assert u.isfinite().all()
+    assert info.status == Status.DIVERGED
+    u, info = solvers.lissa(per_sample(x), torch.ones(1), scaling="auto", recursion_depth=2000, num_repeat=50, **knobs)
+    assert info.status != Status.DIVERGED
+    assert abs(u.item() - 0.1) < 0.02
+
+
+@pytest.mark.fault("F12")
+def test_lissa_truncation_is_told():
+    """The truncation bias went unsaid: the value is (1 - (1 - h/s)^(T+1)) / h, and the residual says how far it got."""
+    u, info = solve("lissa", torch.tensor([[0.01]]), torch.ones(1), scaling=50.0, recursion_depth=5000)
+    left = (1 - 0.01 / 50) ** 5001
+    assert abs(u.item() - (1 - left) / 0.01) < 0.01
+    assert abs(info.residual.item() - 0.368) < 1e-3
+    assert not info.converged
+    assert info.status == Status.MAX_ITER
+
+
+@pytest.mark.fault("F16")
+def test_lissa_stops_by_norm():
+    """The early stop divided by each coordinate, so that a coordinate of 0 made it NaN and it never stopped."""
+    calls = []
+
+    def matvec(v):
+        calls.append(1)
+        return v
+
+    u, info = solvers.lissa(matvec, torch.tensor([1.0, 0.0]), scaling=1.0, recursion_depth=1000, tol=1e-6)
+    assert torch.equal(u, torch.tensor([1.0, 0.0]))
+    assert info.iterations == 1
+    assert len(calls) < 5
+
+
+def test_lissa_on_negative_curvature_is_flagged():
+    info = solve("lissa", torch.diag(torch.tensor([1.0, -0.1])), torch.ones(2), scaling=2.0, recursion_depth=100).info
+    assert info.status == Status.DIVERGED
+
+
+@pytest.mark.parametrize("depth", [3, 8, 20, 200])
+@pytest.mark.parametrize("factor", [1.02, 1.3, 3.0])
+def test_lissa_slow_divergence_is_flagged(depth, factor):
+    """With all samples in a step, growth of the steps is enough to tell."""
+    info = solve("lissa", torch.tensor([[1 + factor]]), torch.ones(1), scaling=1.0, recursion_depth=depth).info
+    assert info.status == Status.DIVERGED
+
+
+def test_same_seed_same_bits():
+    x = torch.rand(20, generator=torch.Generator().manual_seed(5))
+    state = torch.get_rng_state()
+
+    def run(seed, k=1):
+        generator = torch.Generator().manual_seed(seed)
+        b = torch.ones(k, 1)
+        return solvers.lissa(
+            per_sample(x), b, num_samples=20, batch_size=3, num_repeat=4, recursion_depth=50, scaling="auto",
+            generator=generator, batched=True,
+        ).value  # fmt: skip
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+    assert (run(0, k=3) == run(0)).all()  # all right-hand sides share the batches
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@given(st.integers(1, 12), st.data())
+def test_batches_without_replacement(n, data):
+    b = data.draw(st.integers(1, n))
+    seed = data.draw(st.integers(0, 2**31))
+    drawn = draw_batches(n, b, (40, 2), torch.Generator().manual_seed(seed))
+    assert drawn.shape == (40, 2, b)
+    assert int(drawn.min()) >= 0
+    assert int(drawn.max()) < n
+    assert all(len(set(batch)) == b for batch in drawn.reshape(-1, b).tolist())
+
+
+@pytest.mark.parametrize(("n", "b"), [(5, 2), (5, 3), (6, 1), (4, 4)])
+def test_every_batch_is_equally_likely(n, b):
+    drawn = draw_batches(n, b, (20000,), torch.Generator().manual_seed(0)).sort(dim=1)[0]
+    _, counts = torch.unique(drawn, dim=0, return_counts=True)
+    expected = torch.combinations(torch.arange(n), b).shape[0]
+    assert len(counts) == expected
+    share = counts / 20000
+    assert (share - 1 / expected).abs().max() < 5 * (1 / expected / 20000) ** 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the door
+
+
+def test_trees_of_mixed_dtypes():
+    """Computed in the widest dtype, returned per leaf."""
+    b = {"x": torch.ones(2, dtype=torch.float32), "y": torch.ones((), dtype=torch.float64)}
+    u, info = solvers.cg(lambda v: {"y": 4 * v["y"], "x": 2 * v["x"]}, b)
+    assert u["x"].dtype == torch.float32
+    assert u["y"].dtype == torch.float64
+    assert list(u) == ["x", "y"]
+    torch.testing.assert_close(u["x"], torch.full((2,), 0.5))
+    assert info.residual.dtype == torch.float64
+    b = torch.ones(3, dtype=torch.bfloat16)
+    u, info = solvers.cg(lambda v: 2 * v, b)
+    assert torch.equal(u, b / 2)
+    assert info.converged
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_trees(name):
+    for b in ({}, {"a": torch.zeros(0)}, torch.zeros(0)):
+        u, info = getattr(solvers, name)(lambda v: v, b, **NAMES[name])
+        assert info.converged
+        assert (u == {}) if b == {} else True
+
+
+def test_info_reads_well():
+    info = solve("cg", D124, torch.stack([V124, torch.full((3,), float("nan"))])).info
+    texts = info.messages()
+    assert texts[0].startswith("converged")
+    assert texts[1].startswith("non-finite")
+    assert len(solve("cg", D124, V124).info.messages()) == 1
+    leaves, spec = torch.utils._pytree.tree_flatten(info)
+    assert len(leaves) == 4
+    again = torch.utils._pytree.tree_unflatten(leaves, spec)
+    assert again.method == "cg"
+
+
+def test_warnings_come_from_the_product_forms_only():
+    """The solvers return facts, so they do not warn; the inverse products do, unless has_aux asks for the facts."""
+    h = hilbert(6)
+    solve("cg", h, h[0], max_iter=2)
+    loss = lambda t: 0.5 * t @ h @ t  # noqa: E731
+    with pytest.warns(ConvergenceWarning, match=r"cg: 1 of 2 right-hand sides not solved; worst .*tol"):
+        ihvp_at_x_cg(loss, h[0], max_iter=2)(torch.stack([h[0], 0 * h[0]]))

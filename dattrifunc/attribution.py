@@ -541,6 +541,11 @@ def influence(
     """
     x, count = _arguments(params, train, argnums, "train")
     queries_x, _ = _arguments(params, test, argnums, "test")
+    if len(test) != len(train):
+        fix = "pass test=(inputs, targets), the same arguments of func as in train"
+        raise StructureError(message("test", f"{len(train)} arguments, as train has", f"{len(test)}", fix))
+    if store is not None and not isinstance(store, str | os.PathLike):
+        raise TypeError(message("store", "a path", type(store).__name__, "pass the name of a folder"))
     positions = check_argnums(argnums, count)
     dims = tuple(None if i in positions else 0 for i in range(count)) if in_dims is None else in_dims
     dims = check_in_dims(dims, count)

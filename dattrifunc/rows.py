@@ -19,6 +19,7 @@ import sys
 import types
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -1238,7 +1239,7 @@ class _Digest:
             self._array(np.asarray(thing))
         elif isinstance(thing, dict):
             self._many("dict", thing.items())
-        elif isinstance(thing, list | tuple | range | slice):
+        elif isinstance(thing, list | tuple | deque | range | slice):
             parts = (thing.start, thing.stop, thing.step) if isinstance(thing, slice) else tuple(thing)
             self._many(type(thing).__name__, parts)
         elif isinstance(thing, set | frozenset):
@@ -1266,7 +1267,8 @@ class _Digest:
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.put("tensor", f"{tensor.dtype} {tuple(tensor.shape)}")
         if tensor.numel():
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            flat = tensor.detach().cpu().reshape(-1)
+            flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
             self.put("bytes", flat.view(torch.uint8).numpy().data)
 
     def _array(self, array: np.ndarray[Any, Any]) -> None:
@@ -1292,7 +1294,8 @@ class _Digest:
             self.put("class", f"{thing.__module__}.{thing.__qualname__}")
             if not _is_library(thing):
                 parts = [(k, v) for k, v in vars(thing).items() if not k.startswith("__") or callable(v)]
-                self._many("body", [part for part in parts if not isinstance(part[1], types.GetSetDescriptorType)])
+                slots = types.GetSetDescriptorType | types.MemberDescriptorType
+                self._many("body", [part for part in parts if not isinstance(part[1], slots)])
                 self._many("bases", thing.__bases__)
         elif isinstance(thing, staticmethod | classmethod):
             self._many(type(thing).__name__, (thing.__func__,))
@@ -1300,16 +1303,21 @@ class _Digest:
             self._many("property", (thing.fget, thing.fset))
         elif isinstance(thing, types.BuiltinFunctionType | types.WrapperDescriptorType | types.MethodDescriptorType):
             self.put("builtin", f"{getattr(thing, '__module__', '')}.{thing.__qualname__}")
-        elif _is_library(type(thing)) and hasattr(thing, "__name__") and not hasattr(thing, "__dict__"):
+        elif (
+            _is_library(type(thing))
+            and callable(thing)
+            and hasattr(thing, "__name__")
+            and not hasattr(thing, "__dict__")
+        ):
             self.put("named", f"{type(thing).__qualname__} {thing.__name__}")
         else:
-            slots = [name for cls in type(thing).__mro__ for name in _slots(cls) if hasattr(thing, name)]
-            if not hasattr(thing, "__dict__") and not slots:
+            names = [name for cls in type(thing).__mro__ for name in _slots(cls) if hasattr(thing, name)]
+            if not hasattr(thing, "__dict__") and not names:
                 fix = "close over tensors, numbers, modules and functions only"
                 raise TypeError(message("fingerprint", "a value, a function or an object", repr(type(thing)), fix))
             self.add(type(thing))
             self.add(dict(getattr(thing, "__dict__", {})))
-            self.add({name: getattr(thing, name) for name in slots})
+            self.add({name: getattr(thing, name) for name in names})
 
     def _function(self, function: types.FunctionType) -> None:
         self.put("function", f"{function.__module__}.{function.__qualname__}" if _is_library(function) else "")

@@ -56,7 +56,7 @@ class _Inverse:
     def __post_init__(self) -> None:
         check_callable(self.func, "func", "the loss itself, func(*x) -> scalar")
         check_callable(self.product, "product", "hvp_at_x, or a function with its signature")
-        check_product_knobs(self.mode, self.regularization, self.chunk_size)
+        check_product_knobs(self.argnums, self.mode, self.regularization, self.chunk_size)
         if self.collate is not None:
             check_callable(self.collate, "collate_fn", "a function of the tuple of arguments of func")
         self.make(None, {})  # a wrong knob raises here, before there is an x

@@ -7,8 +7,10 @@ Scale: the loss's own reduction (a mean loss gives a mean Hessian). ``regulariza
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import implicit
-from .errors import StructureError, message
+from .errors import DtypeError, StructureError, message
 from .tree import (
     Layout,
     Leaves,
@@ -26,14 +28,14 @@ from .tree import (
     Point,
     Tree,
     bind,
+    check_argnums,
     check_args,
     check_callable,
     check_choice,
     check_chunk,
     check_number,
     check_scalar,
-    describe,
-    flatten,
+    flatten_like,
 )
 
 __all__ = ["BoundProduct", "Curvature", "hessian_matrix", "hvp", "hvp_at_x"]
@@ -217,6 +219,8 @@ class Curvature(implicit.System):
     def of_leaves(self, tensors: Leaves, *, exact: bool) -> Callable[..., Leaves]:
         """Return one vector (a leaf each) -> C times it, without lambda."""
         n = len(self.point.leaves)
+        if not n:
+            return lambda *vectors: vectors
         whole = self.loss(self.levels, exact=exact)
 
         def flat_loss(leaves: Leaves, rest: Leaves) -> torch.Tensor:
@@ -227,7 +231,10 @@ class Curvature(implicit.System):
             if exact:
                 return builder(flat_loss, tensors[:n], tensors[n:], "rev-rev", False)
             hold = not self.levels and self.hold
-            return _watch_randomness(lambda: builder(flat_loss, tensors[:n], tensors[n:], self.mode, hold), tensors)
+            product = _one_value(lambda: builder(flat_loss, tensors[:n], tensors[n:], self.mode, hold), tensors)
+            if hold or self.mode == "rev-rev":
+                return product
+            return lambda *vectors: _one_value(lambda: product(*vectors), tensors)  # evaluates the loss here
         return self._foreign(flat_loss, tensors)
 
     def _foreign(self, flat_loss: Loss, tensors: Leaves) -> Callable[..., Leaves]:
@@ -241,9 +248,18 @@ class Curvature(implicit.System):
 
         argnums = self.point.argnums if self.point.joint else self.point.argnums[0]
         bound = self.product(func, x, argnums=argnums, mode=self.mode, chunk_size=self.chunk_size)
+        check_callable(bound, "product(func, x)", "hvp_at_x, or a function with its signature")
 
         def product(*vectors: torch.Tensor) -> Leaves:
-            return tuple(flatten(bound(self.layout.build(vectors)))[0])
+            argument, fix = "product(func, x)(v)", "return a tree of tensors with the structure and shapes of v"
+            out = flatten_like(self.layout.spec, bound(self.layout.build(vectors)), argument, fix)
+            for value, like, name in zip(out, vectors, self.layout.names, strict=True):
+                shape = getattr(value, "shape", None)
+                if shape != like.shape:
+                    got = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
+                    leaf = f"{argument}[{name!r}]" if name else argument
+                    raise StructureError(message(leaf, f"a tensor of shape {tuple(like.shape)}", got, fix))
+            return tuple(out)
 
         return product
 
@@ -280,32 +296,53 @@ class Curvature(implicit.System):
 
 
 CurvatureType = TypeVar("CurvatureType", bound=Curvature)
+Result = TypeVar("Result")
 
 
 def _to(leaves: Leaves, devices: Sequence[torch.device]) -> Leaves:
     return tuple(leaf.to(device) for leaf, device in zip(leaves, devices, strict=True))
 
 
-def _watch_randomness(build: Callable[[], Callable[..., Leaves]], tensors: Leaves) -> Callable[..., Leaves]:
-    """Build a product, and refuse a loss that draws random numbers: it has no one Hessian."""
+def _one_value(run: Callable[[], Result], tensors: Leaves) -> Result:
+    """Run what evaluates the loss, and refuse a loss that draws random numbers: it has no one Hessian."""
+    fix = "call module.eval(), or draw masks before and pass them as an argument"
+    random = ValueError(message("func", "a loss with one fixed value at x", "one that draws random numbers", fix))
     cuda = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
 
     def state() -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda)]
 
     before = state()
-    product = build()
+    try:
+        out = run()
+    except RuntimeError as error:
+        if "called random operation" in str(error):  # under vmap, torch stops it first
+            raise random from None
+        raise
     if not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True)):
-        fix = "call module.eval(), or draw masks before and pass them as an argument"
-        raise ValueError(message("func", "a loss with one fixed value at x", "one that draws random numbers", fix))
-    return product
+        raise random
+    return out
 
 
-def check_product_knobs(mode: Any, regularization: Any, chunk_size: Any) -> float:
-    """Check what all products share, and return lambda."""
+def check_product_knobs(argnums: Any, mode: Any, regularization: Any, chunk_size: Any) -> float:
+    """Check what all products share, as far as it can be without x, and return lambda."""
+    check_argnums(argnums, sys.maxsize)
     check_choice(mode, "mode", MODES)
     check_chunk(chunk_size)
     return check_number(regularization, "regularization", fix=_LAMBDA_FIX)
+
+
+def check_takes(func: Callable[..., Any], count: int, argument: str) -> None:
+    """Raise TypeError unless ``func`` can be called with ``count`` arguments."""
+    try:
+        signature = inspect.signature(func)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        fix = "give one entry per argument of func; bound inverse products take them one by one, f(func, *x)"
+        raise TypeError(message(argument, f"the arguments of func{signature}", f"{count} ({error})", fix)) from None
 
 
 def curvature(
@@ -323,10 +360,11 @@ def curvature(
     **fields: Any,
 ) -> tuple[CurvatureType, Leaves]:
     """Check all arguments of a product, and return the system with its tensors."""
-    shift = check_product_knobs(mode, regularization, chunk_size)
+    shift = check_product_knobs(argnums, mode, regularization, chunk_size)
     point = bind(func, check_args(x), argnums, detach)
+    check_takes(func, len(x), "x")
     tensors = (*point.leaves, *point.rest)
-    closure = implicit.Closure(func, tensors, lambda: point.loss(point.leaves, point.rest))
+    closure = implicit.Closure(func, tensors, lambda: _one_value(lambda: point.loss(point.leaves, point.rest), tensors))
     closed_over = tuple(t.detach() for t in closure.tensors) if detach else closure.tensors
     system = kind(
         active=tuple(t.is_floating_point() for t in (*tensors, *closed_over)),
@@ -453,7 +491,7 @@ def unbound(
 ) -> Callable[[tuple[Any, ...], Tree], Tree]:
     """Return the unbound form of a product."""
     check_callable(func, "func", "the loss itself, func(*x) -> scalar")
-    check_product_knobs(mode, regularization, chunk_size)
+    check_product_knobs(argnums, mode, regularization, chunk_size)
 
     def at(x: tuple[Any, ...], v: Tree) -> Tree:
         system, tensors = curvature(
@@ -498,12 +536,13 @@ def hessian_matrix(product_at_x: Callable[[Tree], Tree], like: Tree, *, chunk_si
     """
     check_callable(product_at_x, "product_at_x", "a bound product, for example hvp_at_x(func, x)")
     chunk = check_chunk(chunk_size)
-    point = bind(lambda tree: tree, (like,), 0, detach=True)
-    layout = point.layout
+    layout, fix = Layout.of(like), "pass the tree that the product differentiates, x[argnums]"
     if isinstance(product_at_x, BoundProduct) and product_at_x.point.layout != layout:
-        expected, got = describe(product_at_x.point.layout.spec), describe(layout.spec)
-        fix = "pass the tree that the product differentiates, x[argnums]"
-        raise StructureError(message("like", f"the structure and shapes of {expected}", got, fix))
+        expected, got = _leaves_text(product_at_x.point.layout), _leaves_text(layout)
+        raise StructureError(message("like", expected, got, fix))
+    if not layout.dtype.is_floating_point:
+        raise DtypeError(message("like", "a tree of floating point tensors", str(layout.dtype), fix))
+    point = bind(lambda tree: tree, (like,), 0, detach=True)
     p, device = layout.size, point.leaves[0].device if point.leaves else None
     out = torch.empty(p, p, dtype=point.work_dtype, device=device)
     step = chunk or max(p, 1)
@@ -511,5 +550,17 @@ def hessian_matrix(product_at_x: Callable[[Tree], Tree], like: Tree, *, chunk_si
         stop = min(start + step, p)
         rows = torch.zeros(stop - start, p, dtype=point.work_dtype, device=device)
         rows.diagonal(start).fill_(1)
-        out[start:stop] = point.rows(product_at_x(point.tree(rows, single=False)), "product_at_x(v)")[0]
+        found, single = point.rows(product_at_x(point.tree(rows, single=False)), "product_at_x(v)")
+        if single or len(found) != len(rows):
+            expected, got = f"{len(rows)} vectors, as v has", "one" if single else f"{len(found)}"
+            fix = "wrap a product of one vector as torch.func.vmap(product_at_x)"
+            raise StructureError(message("product_at_x(v)", expected, got, fix))
+        out[start:stop] = found
     return out
+
+
+def _leaves_text(layout: Layout) -> str:
+    """Return a layout as text for a message."""
+    shown = zip(layout.names, layout.shapes, layout.dtypes, strict=True)
+    text = ", ".join(f"{name!r} {str(dtype)[6:]}{list(shape)}" for name, shape, dtype in shown)
+    return f"leaves {text[:300]}{'...' if len(text) > 300 else ''}" if text else "no leaves"

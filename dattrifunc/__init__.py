@@ -1,9 +1,11 @@
 """Curvature products, inverse products, flat gradient rows and influence scores, as pure functions on torch.func."""
 
 from . import solvers
+from .attribution import influence, scores, self_scores, top_k
 from .errors import ConvergenceWarning, DtypeError, StructureError
 from .ihvp import ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_at_x_lissa, ihvp_cg, ihvp_explicit, ihvp_lissa
 from .products import hessian_matrix, hvp, hvp_at_x
+from .rows import RowStore, grad_rows, per_sample_grads
 from .solvers import SolveInfo, SolveResult
 from .tree import Layout, combine, partition, ravel
 
@@ -11,10 +13,12 @@ __all__ = [
     "ConvergenceWarning",
     "DtypeError",
     "Layout",
+    "RowStore",
     "SolveInfo",
     "SolveResult",
     "StructureError",
     "combine",
+    "grad_rows",
     "hessian_matrix",
     "hvp",
     "hvp_at_x",
@@ -24,7 +28,12 @@ __all__ = [
     "ihvp_cg",
     "ihvp_explicit",
     "ihvp_lissa",
+    "influence",
     "partition",
+    "per_sample_grads",
     "ravel",
+    "scores",
+    "self_scores",
     "solvers",
+    "top_k",
 ]

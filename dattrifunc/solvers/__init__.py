@@ -125,8 +125,16 @@ def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) ->
             callback(iteration, residuals.squeeze(0) if problem.notes.single else residuals)
 
         def run(rows: torch.Tensor) -> implicit.Raw:
-            eps, watch = problem.point.eps, None if callback is None else told
-            return cg_rows(matvec, rows, tol=tol, max_iter=limit, eps=eps, callback=watch, notes=problem.notes.texts)
+            return cg_rows(
+                matvec,
+                rows,
+                tol=tol,
+                max_iter=limit,
+                eps=problem.point.eps,
+                layout=problem.layout,
+                callback=None if callback is None else told,
+                notes=problem.notes.texts,
+            )
 
         return _judged(problem, "cg", tol, run)
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 
 from ..implicit import Raw
+from ..tree import Layout
 from .info import Status
-from .rows import Matvec, attainable, judge, normalise
+from .rows import Matvec, attainable, judge, leaves_at, normalise
 
 __all__ = ["cg_rows"]
 
@@ -20,6 +21,7 @@ def cg_rows(
     tol: float,
     max_iter: int,
     eps: float,
+    layout: Layout,
     callback: Callable[[int, torch.Tensor], None] | None = None,
     notes: list[str] | None = None,
 ) -> Raw:
@@ -42,6 +44,7 @@ def cg_rows(
     status = torch.full(rr.shape, int(Status.MAX_ITER), device=b.device)
     iterations = torch.zeros(rr.shape, dtype=torch.int64, device=b.device)
     residual, best = torch.full_like(rr, torch.inf), x
+    empty = torch.zeros(b.shape[-1], dtype=torch.bool, device=b.device)  # columns of the null vectors met
     step = 0
     while True:
         while step < max_iter and bool(active.any()):
@@ -59,6 +62,7 @@ def cg_rows(
             # p'Ap = 0: the step is undefined. A p = 0 to rounding: p is a null vector; otherwise A is indefinite.
             null = active & (growth <= 4 * eps * size)
             flat = active & ~null & (pap.abs() <= work * p_norm * ap_norm)
+            empty |= (p.abs() > 1e-3 * p_norm.unsqueeze(-1))[null].any(0)
             status[null], status[flat] = int(Status.SINGULAR), int(Status.NEGATIVE_CURVATURE)
             active = active & ~null & ~flat
             alpha = torch.where(active, rr / pap, 0.0).unsqueeze(-1)
@@ -90,6 +94,10 @@ def cg_rows(
         p, rr = r.clone(), torch.where(active, true * true, rr)
     negative = (lowest <= 0) & (status != Status.SINGULAR) & (status != Status.NONFINITE)
     status[negative] = int(Status.NEGATIVE_CURVATURE)
+    if notes is not None and bool(empty.any()):
+        notes.append(
+            f"no curvature in {', '.join(repr(name) for name in leaves_at(layout, empty))} along a direction met"
+        )
     if notes is not None and bool(negative.any()):
         least = float(lowest[negative].min())
         notes.append(

@@ -12,7 +12,7 @@ from ..errors import message
 from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
-from .rows import judge, normalise
+from .rows import judge, leaves_at, normalise
 
 __all__ = ["Factor", "factorise", "matrix_of"]
 
@@ -38,12 +38,6 @@ def matrix_of(matvec: Matvec, layout: Layout, lead: tuple[int, ...], like: torch
             message("func", "finite curvature", f"{int((~finite).sum())} NaN or inf entries in {leaves}", fix)
         )
     return (matrix + matrix.mT) / 2
-
-
-def leaves_at(layout: Layout, columns: torch.Tensor) -> list[str]:
-    """Return the names of the leaves that hold one of these columns [p]."""
-    spans = zip(layout.names, layout.offsets, layout.sizes, strict=True)
-    return [name for name, start, size in spans if bool(columns[start : start + size].any())]
 
 
 @dataclass(frozen=True)

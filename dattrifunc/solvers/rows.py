@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..implicit import Raw
+from ..tree import Layout
 from .info import Status
 
-__all__ = ["Scaled", "judge", "normalise"]
+__all__ = ["Scaled", "attainable", "judge", "leaves_at", "normalise"]
 
 Matvec = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,7 +55,8 @@ def normalise(rows: torch.Tensor) -> Scaled:
 
 def attainable(u: torch.Tensor, size: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the residual that rounding allows for unit right-hand sides; ``size`` is |C + lambda I|."""
-    return (10 * eps * (1 + size * torch.linalg.vector_norm(u, dim=-1))).clamp(max=eps**0.5)
+    noise: torch.Tensor = 10 * eps * (1 + size * torch.linalg.vector_norm(u, dim=-1))
+    return noise.clamp(max=eps**0.5)
 
 
 def judge(
@@ -86,3 +88,9 @@ def judge(
     value = scaled.restore(u).masked_fill(lost.unsqueeze(-1), float("nan"))
     residual = residual.masked_fill(scaled.zero, 0.0).masked_fill(lost, float("nan"))
     return Raw(value, met, status, iterations.masked_fill(scaled.zero | scaled.nonfinite, 0), residual)
+
+
+def leaves_at(layout: Layout, columns: torch.Tensor) -> list[str]:
+    """Return the names of the leaves that hold one of these columns [p]."""
+    spans = zip(layout.names, layout.offsets, layout.sizes, strict=True)
+    return [name for name, start, size in spans if bool(columns[start : start + size].any())]

@@ -32,7 +32,6 @@ from dattrifunc import (
     Layout,
     RowStore,
     SolveInfo,
-    fingerprint,
     grad_rows,
     hessian_matrix,
     hvp_at_x,
@@ -43,6 +42,7 @@ from dattrifunc import (
     ravel,
     scores,
 )
+from dattrifunc.rows import fingerprint
 
 Params = dict[str, Tensor]
 Solve = Callable[[Tensor], Tensor]
@@ -345,7 +345,7 @@ def train(objective: Objective, stages: Stages) -> tuple[Tensor, float]:
         [vector],
         max_iter=3000,
         history_size=50,
-        tolerance_grad=1e-8,
+        tolerance_grad=1e-5,
         tolerance_change=0,
         line_search_fn="strong_wolfe",
     )
@@ -605,8 +605,8 @@ def attribute(
     gradients = per_sample_grads(problem.test_loss, params, *queries, in_dims=(None, 0, 0))
     with stages("solve") as bar:
         solved, info = _inverse(settings, problem, params, bar.update)(gradients)
-    with stages("scores"):
-        table = scores(Layout.of(params).ravel_rows(solved), store, block_size=512)
+    with stages("scores", len(store)) as bar:
+        table = scores(solved, store, block_size=512, progress=lambda done, _: bar.update(done - bar.n))
     return table, info
 
 
@@ -677,6 +677,17 @@ def run(settings: Settings) -> dict[str, Any]:
     return report
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: the tensors are small, so that a second one only waits for the first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _missing() -> str:
     """Return the names of the packages that the job needs and cannot import."""
     missing = []
@@ -695,7 +706,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing := _missing():
             print(f'python -m dattrifunc needs {missing}: pip install "dattrifunc[demo]"', file=sys.stderr)
             return 1
-        report = run(settings)
+        with _one_thread():
+            report = run(settings)
     except KeyboardInterrupt:
         print("\ninterrupted: nothing unfinished is kept; the same command starts again", file=sys.stderr)
         return 130

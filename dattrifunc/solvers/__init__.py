@@ -10,6 +10,7 @@ a rule is ``(system, tensors) -> (rows -> Raw)``.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .. import implicit
-from ..errors import StructureError, message
+from ..errors import DtypeError, StructureError, message
 from ..tree import (
     Layout,
     Leaves,
@@ -29,6 +30,9 @@ from ..tree import (
     check_count,
     check_generator,
     check_number,
+    flatten,
+    name_of,
+    paths_of,
 )
 from .conjugate import cg_rows
 from .dense import factorise, matrix_of
@@ -295,7 +299,11 @@ class _Matrix(implicit.System):
         lead = row.ndim - 1
         leaves = self.layout.split(row)
         out = self.closure.with_tensors(tensors)(self.layout.build(leaves), *index)
-        found, _ = self.point.rows(out, "matvec(v)")
+        found, single = self.point.rows(out, "matvec(v)")
+        if single == bool(lead) or (lead and len(found) != len(row)):
+            expected, got = (f"{len(row)} vectors" if lead else "one vector"), "one" if single else f"k = {len(found)}"
+            fix = "return A v in the shapes of v; batched says whether v is one vector or k of them"
+            raise StructureError(message("matvec(v)", f"{expected}, as v", got, fix))
         return found if lead else found.squeeze(0)
 
     def _at(self, levels: tuple[implicit.Level, ...], tensors: Leaves, rows: torch.Tensor, lead: int) -> torch.Tensor:
@@ -356,16 +364,12 @@ def _solve(
     matvec: Any, b: Tree, method: Method, *, batched: bool, sampling: bool = False, probe: tuple[Any, ...] = ()
 ) -> SolveResult:
     """Solve on a user's matvec and b: what all public functions share."""
-    if isinstance(matvec, torch.Tensor):
-        matrix = matvec
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            fix = "pass a square symmetric matrix, or a function v -> A v"
-            raise StructureError(message("matvec", "a matrix [p, p]", f"shape {tuple(matrix.shape)}", fix))
-        matvec, batched_function = (lambda v: v @ matrix), True
-    else:
-        batched_function = batched
-    check_callable(matvec, "matvec", "a function v -> A v on trees like b")
-    point = _point_of(b, batched)
+    dense = isinstance(matvec, torch.Tensor)
+    if not dense:
+        check_callable(matvec, "matvec", "a function v -> A v on trees like b, or the matrix as a torch.Tensor")
+    point, batched_function = _point_of(b, batched), batched or dense
+    if dense:
+        matvec = _multiply(matvec, point)
     rows = torch.zeros(1, point.layout.size, dtype=point.work_dtype, device=device_of(point))
 
     def call() -> Any:
@@ -387,8 +391,35 @@ def _solve(
     return run(method, system, system, closed_over, b, "b")
 
 
+def _multiply(matrix: torch.Tensor, point: Point) -> Callable[[Tree], Tree]:
+    """Return v -> A v for the matrix A in the columns of the flat vector."""
+    layout, dtype, p = point.layout, point.work_dtype, point.layout.size
+    if tuple(matrix.shape) != (p, p):
+        fix = "pass a matrix for the flat vector; k right-hand sides carry a leading axis k and need batched=True"
+        got = f"shape {tuple(matrix.shape)}"
+        raise StructureError(message("matvec", f"a matrix of shape {(p, p)}, one vector of b having {p}", got, fix))
+    if not matrix.is_floating_point() or torch.promote_types(matrix.dtype, dtype) != dtype:
+        fix = f"convert it with .to({dtype})"
+        raise DtypeError(message("matvec", f"a matrix of dtype {dtype}, like b", str(matrix.dtype), fix))
+    if point.leaves and matrix.device != point.leaves[0].device:
+        fix = f"move it with .to({str(point.leaves[0].device)!r})"
+        expected = f"a matrix on {point.leaves[0].device}, like b"
+        raise DtypeError(message("matvec", expected, f"one on {matrix.device}", fix))
+
+    def product(v: Tree) -> Tree:
+        return layout.build(layout.split(layout.join(flatten(v)[0]).to(dtype) @ matrix.to(dtype)))
+
+    return product
+
+
 def _point_of(b: Tree, batched: bool) -> Point:
     """Return the point whose layout is that of one vector of b."""
+    given, spec = flatten(b, "b")
+    for leaf, path in zip(given, paths_of(spec), strict=True):
+        if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
+            name, got = name_of(path), str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            fix = "convert it with torch.as_tensor(..., dtype=torch.float32)"
+            raise DtypeError(message(f"b[{name!r}]" if name else "b", "a real floating point tensor", got, fix))
     point = bind(_no_loss, (b,), 0, detach=False)
     layout = point.layout
     if not batched:
@@ -500,9 +531,10 @@ def lissa(
     """
     if num_samples is not None:
         num_samples = check_count(num_samples, "num_samples", none="A itself in each step", fix="pass the sample count")
+        _check_sampled(matvec)
     method = lissa_method(
         num_samples=num_samples,
-        batch_size=1 if num_samples is None else batch_size,
+        batch_size=batch_size,
         num_repeat=num_repeat,
         recursion_depth=recursion_depth,
         damping=damping,
@@ -515,3 +547,19 @@ def lissa(
     sampling = num_samples is not None
     probe = (torch.arange(batch_size),) if sampling else ()
     return _solve(matvec, b, method, batched=batched, sampling=sampling, probe=probe)
+
+
+def _check_sampled(matvec: Any) -> None:
+    """Raise TypeError unless ``matvec`` is a function of a vector and an index."""
+    fix = "take the index of the samples as second argument, or drop num_samples"
+    expected = "a function (v, index) -> A_index v, as num_samples is given"
+    if not callable(matvec):
+        raise TypeError(message("matvec", expected, type(matvec).__name__, fix))
+    try:
+        signature = inspect.signature(matvec)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(message("matvec", expected, f"one of {signature}", fix)) from None

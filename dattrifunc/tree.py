@@ -156,15 +156,15 @@ def flatten_dims(in_dims: Any, tree: Tree, argument: str) -> list[int | None]:
         TypeError: a leaf of ``in_dims`` is neither an int nor None.
     """
     spec = flatten(tree)[1]
-    dims, prefix = optree.tree_flatten(in_dims, none_is_leaf=True, namespace=_NAMESPACE)
+    dims, prefix = flatten(in_dims, argument, none_is_leaf=True)
     fix = "give an int or None for the whole argument, or a tree of those with its keys"
     for dim in dims:
         if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
             raise TypeError(message(argument, "int or None at each leaf, as in torch.func.vmap", repr(dim), fix))
     try:
         parts = prefix.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
-        raise StructureError(message(argument, describe(spec), repr(in_dims), f"{fix} ({error})")) from None
+    except (ValueError, TypeError):
+        raise StructureError(message(argument, f"a part of {describe(spec)}", repr(in_dims), fix)) from None
     below = [flatten(part)[1] for part in parts]
     # Text stands for None here, which is no leaf: the answer comes in the order of ``tree``, not of ``in_dims``.
     marks = [s.unflatten([str(dim)] * s.num_leaves) for s, dim in zip(below, dims, strict=True)]
@@ -952,7 +952,8 @@ def bind(func: Callable[..., Any], x: tuple[Any, ...], argnums: int | tuple[int,
         )
 
     def take(arguments: tuple[Any, ...]) -> tuple[Leaves, Leaves]:
-        flat = [flatten(argument)[0] for argument in arguments]
+        fix = "call func with arguments built like x"
+        flat = [flatten_like(spec, argument, "x", fix) for spec, argument in zip(specs, arguments, strict=True)]
         others = (value for i, values in enumerate(flat) if i not in starts for value in values)
         chosen = tuple(value for i in positions for value in flat[i])
         return chosen, tuple(value for value in others if isinstance(value, torch.Tensor))

@@ -38,6 +38,7 @@ from dattrifunc.tree import (
     check_generator,
     check_number,
     check_scalar,
+    flatten_dims,
 )
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -604,7 +605,33 @@ def test_inputs_are_never_mutated(tree, rng):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# bind and Point
+# bind, Point and in_dims
+
+
+def test_sample_axes_match_by_key_and_may_end_early():
+    data = {"mask": ones(1), "x": {"ids": ones(1), "kind": ones(2)}, "none": None}
+    cases = [
+        (0, [0, 0, 0]),
+        (None, [None, None, None]),
+        ({"x": -1, "none": None, "mask": None}, [None, -1, -1]),
+        ({"x": {"kind": 1, "ids": None}, "mask": 0, "none": 0}, [0, None, 1]),
+    ]
+    for in_dims, want in cases:
+        assert flatten_dims(in_dims, data, "in_dims") == want
+    assert flatten_dims(ByTorch(0, None), ByTorch(ones(1), [ones(2), ones(3)]), "in_dims") == [0, None, None]
+    assert flatten_dims(0, {}, "in_dims") == []
+
+
+@given(trees(), trees(), st.randoms(use_true_random=False))
+def test_arguments_taken_apart_and_put_together(params, data, rng):
+    point = bind(lambda *_: ones(), (data, params, "text"), 1, detach=True)
+    whole = point.arguments(point.leaves, point.rest)
+    same(whole[0], data)
+    same(whole[1], params)
+    for arguments in (whole, (reorder(data, rng), reorder(params, rng), "text")):
+        chosen, rest = point.take(arguments)
+        assert torch.equal(flat(list(chosen)), flat(params))
+        assert torch.equal(flat(list(rest)), flat(data))
 
 
 def test_bind_joins_arguments_and_leaves_the_rest_alone():
@@ -1347,6 +1374,32 @@ TREE_ERRORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         TypeError,
         r"generator: expected a torch.Generator or None, got int. Fix: pass torch.Generator\(\).manual_seed\(seed\)",
     ),
+    (
+        "in_dims key",
+        lambda: flatten_dims({"w": 0}, PARAMS, "in_dims[1]"),
+        StructureError,
+        r"in_dims\[1\]: expected a part of \{'w': \*, 'b': \*\}, got \{'w': 0\}. Fix: give an int or None for the",
+    ),
+    (
+        "in_dims list",
+        lambda: flatten_dims([0], PARAMS, "in_dims"),
+        StructureError,
+        r"in_dims: .* got \[0\]. Fix: give an",
+    ),
+    ("in_dims deep", lambda: flatten_dims({"w": [0], "b": 0}, PARAMS, "in_dims"), StructureError, r"in_dims: .*\[0\]"),
+    (
+        "in_dims text",
+        lambda: flatten_dims("0", PARAMS, "in_dims"),
+        TypeError,
+        r"in_dims: expected int or None .* got '0'",
+    ),
+    (
+        "in_dims bool",
+        lambda: flatten_dims(True, PARAMS, "in_dims"),
+        TypeError,
+        r"in_dims: .* got True. Fix: give an int",
+    ),
+    ("in_dims endless", lambda: flatten_dims(ENDLESS, PARAMS, "in_dims"), StructureError, rf"in_dims: {NEST}"),
     (
         "scalar number",
         lambda: check_scalar(1.0),

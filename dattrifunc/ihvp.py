@@ -16,7 +16,7 @@ from . import implicit, solvers
 from .errors import StructureError, message
 from .products import Curvature, bound, check_product_knobs, curvature, hvp_at_x
 from .solvers import Callback, Method
-from .tree import Leaves, Tree, check_argnums, check_args, check_callable, flatten
+from .tree import Leaves, Tree, check_argnums, check_args, check_callable, flatten, flatten_dims
 
 __all__ = [
     "ihvp_at_x_cg",
@@ -53,6 +53,7 @@ class _Inverse:
     samples: bool = False
     collate: Callable[..., Any] | None = None
 
+    @implicit.eager
     def __post_init__(self) -> None:
         check_callable(self.func, "func", "the loss itself, func(*x) -> scalar")
         check_callable(self.product, "product", "hvp_at_x, or a function with its signature")
@@ -91,6 +92,7 @@ class _Inverse:
         """Return v -> u with x held."""
         return _BoundSolve(self, x, in_dims)
 
+    @implicit.eager
     def unbound(self, x: tuple[Any, ...], v: Tree, in_dims: Any = None) -> Any:
         """Return u at x."""
         system, tensors, count = self.at(check_args(x), in_dims, detach=False)
@@ -105,6 +107,7 @@ class _BoundSolve:
         point: x taken apart, with the layout of a vector.
     """
 
+    @implicit.eager
     def __init__(self, inverse: _Inverse, x: tuple[Any, ...], in_dims: Any) -> None:
         self._inverse = inverse
         self._system, self._tensors, self._count = inverse.at(x, in_dims, detach=True)
@@ -125,6 +128,7 @@ class _BoundSolve:
         matrix: torch.Tensor = system.run.matrix
         return matrix
 
+    @implicit.eager
     def __call__(self, v: Tree) -> Any:
         """Return the inverse product with v, in v's shapes; with ``has_aux``, ``(u, SolveInfo)``."""
         method, held, tensors = self._held
@@ -215,7 +219,7 @@ def _sample_axes(
     for i, argument in enumerate(x):
         if i in positions:
             continue
-        entries = _spread(0 if in_dims is None else in_dims[i], argument, f"in_dims[{i}]")
+        entries = flatten_dims(0 if in_dims is None else in_dims[i], argument, f"in_dims[{i}]")
         for leaf, axis in zip(flatten(argument)[0], entries, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -238,18 +242,6 @@ def _sample_axes(
             message("x", "at least one sample", "0", "pass data, or in_dims=None for the data argument")
         )
     return tuple(axes), count
-
-
-def _spread(entry: Any, value: Any, name: str) -> list[int | None]:
-    """Return one entry of in_dims per leaf of an argument; an int or None stands for a whole subtree."""
-    if entry is None or (isinstance(entry, int) and not isinstance(entry, bool)):
-        return [entry] * len(flatten(value)[0])
-    if isinstance(entry, dict) and isinstance(value, dict) and entry.keys() == value.keys():
-        return [axis for key in value for axis in _spread(entry[key], value[key], f"{name}[{key!r}]")]
-    if isinstance(entry, tuple | list) and isinstance(value, tuple | list) and len(entry) == len(value):
-        return [axis for i, part in enumerate(value) for axis in _spread(entry[i], part, f"{name}[{i}]")]
-    fix = "use the argument's own structure, or one int or None for all of it"
-    raise StructureError(message(name, "an int, None or a tree of those like the argument", f"{entry!r}", fix))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

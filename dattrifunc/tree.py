@@ -42,6 +42,7 @@ atexit.register(_INSERTION_ORDER.__exit__, None, None, None)
 
 _ADOPTING = threading.Lock()
 _ADOPTED: set[type] = set()
+_LEAVES = {torch.Size, type(None)}  # nodes to torch, not to us
 _LONGEST = 300  # characters of a structure, or of a list of names, in a message
 
 
@@ -95,7 +96,7 @@ def flatten(tree: Tree, argument: str = "tree", none_is_leaf: bool = False) -> t
         expected = "containers nested at most some hundreds deep, none inside itself"
         fix = "look for a list or dict that holds itself, or use flatter containers"
         raise StructureError(message(argument, expected, "a deeper or endless nest", fix)) from None
-    foreign = {type(leaf) for leaf in leaves} & _adoptable()
+    foreign = {type(leaf) for leaf in leaves} & torch_pytree.SUPPORTED_NODES.keys() - _LEAVES
     if not foreign:
         return leaves, spec
     for cls in foreign:
@@ -103,13 +104,14 @@ def flatten(tree: Tree, argument: str = "tree", none_is_leaf: bool = False) -> t
     return flatten(tree, argument, none_is_leaf)
 
 
-def _adoptable() -> set[type]:
-    builtin = {torch.Size, type(None)}
-    return {cls for cls in torch_pytree.SUPPORTED_NODES if isinstance(cls, type)} - builtin
-
-
 def flatten_like(spec: optree.PyTreeSpec, tree: Tree, argument: str, fix: str) -> list[Any]:
     """Return the leaves of ``tree`` in the order of ``spec``, dicts matched by key, or StructureError."""
+    try:
+        parts = spec.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        parts = None
+    if parts is not None and all(isinstance(part, torch.Tensor) for part in parts):
+        return parts  # what nearly every call gets
     got = flatten(tree, argument, spec.none_is_leaf)[1]  # also adopts classes that only torch's registry knows
     try:
         parts = spec.flatten_up_to(tree)

@@ -22,16 +22,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from .tree import is_plain
 
-__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "transforms_active"]
+__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "eager", "transforms_active"]
 
 Tensors = tuple[torch.Tensor, ...]
 Matvec = Callable[[torch.Tensor], torch.Tensor]
+# What stands behind the doors looks at values and at running transforms: torch.compile of code that calls it breaks
+# the graph there, and runs it as it is. (torch.compiler.disable, without the second it takes to import the compiler.)
+eager = _disable_dynamo
 
 
 class Raw(NamedTuple):

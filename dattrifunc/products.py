@@ -345,6 +345,7 @@ def check_takes(func: Callable[..., Any], count: int, argument: str) -> None:
         raise TypeError(message(argument, f"the arguments of func{signature}", f"{count} ({error})", fix)) from None
 
 
+@implicit.eager
 def curvature(
     func: Callable[..., Any],
     x: tuple[Any, ...],
@@ -403,14 +404,17 @@ class BoundProduct:
         point: x taken apart, with the layout of a vector.
     """
 
+    @implicit.eager
     def __init__(self, system: Curvature, tensors: Leaves) -> None:
         self.point = system.point
         self._system, self._tensors = bound(system, tensors)
 
+    @implicit.eager
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the products of flat rows [k, p], in the layout's columns."""
         return implicit.apply(self._system, rows, self._tensors)[0]
 
+    @implicit.eager
     def __call__(self, v: Tree) -> Tree:
         """Return the product with v, in v's shapes."""
         rows, single = self.point.rows(v)
@@ -481,6 +485,7 @@ def hvp(
     return unbound(hvp_at_x, func, argnums, mode, regularization, chunk_size)
 
 
+@implicit.eager
 def unbound(
     product: Callable[..., Any],
     func: Callable[..., Any],
@@ -493,6 +498,7 @@ def unbound(
     check_callable(func, "func", "the loss itself, func(*x) -> scalar")
     check_product_knobs(argnums, mode, regularization, chunk_size)
 
+    @implicit.eager
     def at(x: tuple[Any, ...], v: Tree) -> Tree:
         system, tensors = curvature(
             func,

@@ -360,6 +360,7 @@ class _Matrix(implicit.System):
         return product
 
 
+@implicit.eager
 def _solve(
     matvec: Any, b: Tree, method: Method, *, batched: bool, sampling: bool = False, probe: tuple[Any, ...] = ()
 ) -> SolveResult:
@@ -527,7 +528,7 @@ def lissa(
     Source: Agarwal, Bullins and Hazan (2017), arXiv:1602.03943.
 
     >>> lissa(lambda v: 2 * v, torch.tensor([2.0]), scaling=4.0, recursion_depth=50).value
-    tensor([1.0000])
+    tensor([1.])
     """
     if num_samples is not None:
         num_samples = check_count(num_samples, "num_samples", none="A itself in each step", fix="pass the sample count")

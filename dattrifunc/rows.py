@@ -187,7 +187,6 @@ def _inside_derivative() -> bool:
 
 
 _REASONS = (
-    (r"randomness error mode", "randomness"),
     (r"data-dependent control flow|\.item\(\)", "it reads the value of a tensor, as a branch on data does"),
     (r"boolean mask|dynamic shape|data-dependent", "the shape of its result depends on the data"),
     (r"setup_context|autograd\.Function", "an autograd.Function without setup_context and a vmap rule"),

@@ -551,7 +551,7 @@ def _inverse(settings: Settings, problem: Problem, params: Params, tick: Callabl
         *x,
         regularization=regularization,
         batch_size=256,
-        recursion_depth=5000,
+        recursion_depth=2000,
         scaling="auto",
         generator=torch.Generator().manual_seed(settings.seed),
         has_aux=True,

@@ -36,49 +36,51 @@ def cg_rows(
     """
     scaled = normalise(rows)
     b = scaled.unit
-    work = torch.finfo(b.dtype).eps
+    work, tiny = torch.finfo(b.dtype).eps, torch.finfo(b.dtype).tiny
     x, r, p = torch.zeros_like(b), b.clone(), b.clone()
-    rr = (r * r).sum(-1)
+    rr = torch.linalg.vecdot(r, r)
     active = rr > 0
-    size, lowest = torch.zeros_like(rr), torch.full_like(rr, torch.inf)
     status = torch.full(rr.shape, int(Status.MAX_ITER), device=b.device)
     iterations = torch.zeros(rr.shape, dtype=torch.int64, device=b.device)
-    residual, best = torch.full_like(rr, torch.inf), x
+    largest = torch.zeros_like(rr)  # of |A p|^2 / |p|^2: what A was seen to do
+    lowest = torch.full_like(rr, torch.inf)  # of p'A p / p'p, where not positive
     empty = torch.zeros(b.shape[-1], dtype=torch.bool, device=b.device)  # columns of the null vectors met
+    residual, best = torch.full_like(rr, torch.inf), x
+    gauge: torch.Tensor | None = None  # [k, *B, 1]: the iteration runs on A / gauge
     step = 0
     while True:
         while step < max_iter and bool(active.any()):
             step += 1
-            ap = matvec(p)
-            pp, pap = (p * p).sum(-1), (p * ap).sum(-1)
-            p_norm, ap_norm = pp.sqrt(), torch.linalg.vector_norm(ap, dim=-1)
-            broken = active & ~ap_norm.isfinite()
-            status[broken] = int(Status.NONFINITE)
-            active = active & ~broken
+            ap = matvec(p) if gauge is None else matvec(p) / gauge
+            if step == 1 and (gauge := _gauge(ap)) is not None:
+                ap = ap / gauge
+            pp, pap, aa = (torch.linalg.vecdot(first, second) for first, second in ((p, p), (p, ap), (ap, ap)))
+            growth = aa / pp.clamp(min=tiny)
+            largest = torch.maximum(largest, growth)
             iterations += active
-            growth = torch.where(active, ap_norm / p_norm, 0.0)
-            size = torch.maximum(size, growth)
-            lowest = torch.where(active, torch.minimum(lowest, pap / pp), lowest)
-            # p'Ap = 0: the step is undefined. A p = 0 to rounding: p is a null vector; otherwise A is indefinite.
-            null = active & (growth <= 4 * eps * size)
-            flat = active & ~null & (pap.abs() <= work * p_norm * ap_norm)
-            empty |= (p.abs() > 1e-3 * p_norm.unsqueeze(-1))[null].any(0)
-            status[null], status[flat] = int(Status.SINGULAR), int(Status.NEGATIVE_CURVATURE)
-            active = active & ~null & ~flat
+            sound = (pap > work * (pp * aa).sqrt()) & (growth > (4 * eps) ** 2 * largest)
+            if not bool((sound | ~active).all()):
+                broken = active & ~aa.isfinite()
+                # A p = 0 to rounding: p is a null vector. Otherwise p'A p = 0 or less: A is indefinite.
+                null = active & ~broken & (growth <= (4 * eps) ** 2 * largest)
+                lowest = torch.where(active & (pap <= 0), torch.minimum(lowest, pap / pp), lowest)
+                flat = active & ~null & ~broken & (pap.abs() <= work * (pp * aa).sqrt())
+                status[broken], status[null] = int(Status.NONFINITE), int(Status.SINGULAR)
+                status[flat] = int(Status.NEGATIVE_CURVATURE)
+                empty |= (p.abs() > 1e-3 * pp.sqrt().unsqueeze(-1))[null].any(0)
+                largest, ap = torch.where(broken, 0.0, largest), torch.where(broken.unsqueeze(-1), 0.0, ap)
+                active = active & ~(broken | null | flat)
             alpha = torch.where(active, rr / pap, 0.0).unsqueeze(-1)
-            x = x + alpha * p
-            r = torch.where(active.unsqueeze(-1), r - alpha * ap, r)
-            rr_next = (r * r).sum(-1)
-            active = active & rr_next.isfinite()
+            x, r = torch.addcmul(x, alpha, p), r.addcmul_(alpha, ap, value=-1)
+            rr_next = torch.linalg.vecdot(r, r)
             beta = torch.where(active, rr_next / rr, 0.0).unsqueeze(-1)
-            p = torch.where(active.unsqueeze(-1), r + beta * p, p)
-            rr = torch.where(active, rr_next, rr)
+            p, rr = p.mul_(beta).add_(r), rr_next
             if callback is not None:
                 callback(step, torch.where(scaled.nonfinite, torch.nan, rr.sqrt()))
-            active = active & (rr > tol * tol) & (rr > 0)
+            active = active & (rr > max(tol * tol, 0.0))
         # What is left is the truth: recompute, and restart the rows that rounding fooled while that still helps.
-        r = b - matvec(x)
-        true = torch.linalg.vector_norm(r, dim=-1)
+        r = b - (matvec(x) if gauge is None else matvec(x / gauge))
+        true, size = torch.linalg.vector_norm(r, dim=-1), largest.sqrt()
         failed = ~true.isfinite()
         better = true < residual
         best = torch.where(better.unsqueeze(-1), x, best)
@@ -98,9 +100,20 @@ def cg_rows(
         notes.append(
             f"no curvature in {', '.join(repr(name) for name in leaves_at(layout, empty))} along a direction met"
         )
+    if gauge is not None:
+        lowest = lowest * gauge.squeeze(-1)
     if notes is not None and bool(negative.any()):
         least = float(lowest[negative].min())
         notes.append(
             f"curvature {least:.3g} along a search direction: regularization must grow by more than {-least:.3g}"
         )
-    return judge(scaled, best, residual, size, status, iterations, tol, eps)
+    return judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)
+
+
+def _gauge(ap: torch.Tensor) -> torch.Tensor | None:
+    """Return the size of each row of A p, if squares of it leave the range of the dtype; p has unit norm."""
+    peak = ap.abs().amax(-1, keepdim=True)
+    safe = torch.finfo(ap.dtype).max ** 0.25
+    if bool(((peak < safe) & (peak > 1 / safe) | (peak == 0) | ~peak.isfinite()).all()):
+        return None
+    return peak.masked_fill((peak == 0) | ~peak.isfinite(), 1.0)

@@ -45,13 +45,15 @@ class Factor:
     """A symmetric matrix [*B, p, p], factored; ``solve`` takes rows [k, *B, p].
 
     Attributes:
-        matrix: what was factored, C + lambda I.
+        matrix: C + lambda I.
+        gauge: its largest entry, per matrix [*B, 1, 1]; what is factored is matrix / gauge.
         kind: "cholesky", "ldl" or "eigenvalues" (the last where the matrix is singular to working precision).
         singular: per matrix [*B].
         reason: in words, where it is singular: which leaves have no curvature, and the lambda that would do.
     """
 
     matrix: torch.Tensor
+    gauge: torch.Tensor
     kind: str
     singular: torch.Tensor
     reason: str
@@ -61,19 +63,21 @@ class Factor:
         """Return the solutions of all rows, with one step of refinement, judged by the residual on the matrix."""
         scaled = normalise(rows)
         columns = scaled.unit.movedim(0, -1)  # [*B, p, k]
+        matrix = self.matrix / self.gauge
         u = self.apply(columns)
-        left = columns - self.matrix @ u
+        left = columns - matrix @ u
         better = u + self.apply(left)
-        left_after = columns - self.matrix @ better
+        left_after = columns - matrix @ better
         gain = torch.linalg.vector_norm(left_after, dim=-2) < torch.linalg.vector_norm(left, dim=-2)
         u = torch.where(gain.unsqueeze(-2), better, u)
         left = torch.where(gain.unsqueeze(-2), left_after, left)
         residual = torch.linalg.vector_norm(left, dim=-2).movedim(-1, 0)
-        size = torch.linalg.matrix_norm(self.matrix).expand_as(residual)
+        size = torch.linalg.matrix_norm(matrix).expand_as(residual)
         singular = self.singular.expand_as(residual)
         status = torch.where(singular, int(Status.SINGULAR), int(Status.STAGNATED))
         iterations = torch.zeros_like(status)
-        raw = judge(scaled, u.movedim(-1, 0), residual, size, status, iterations, tol, eps)
+        gauge = self.gauge.squeeze(-1)
+        raw = judge(scaled, u.movedim(-1, 0), residual, size, status, iterations, tol, eps, gauge)
         # A singular matrix has no inverse: said even where v lies in its range and the least-norm u solves the system.
         flagged = singular & (raw.status == Status.CONVERGED) & ~scaled.zero
         return raw._replace(status=raw.status.masked_fill(flagged, int(Status.SINGULAR)))
@@ -89,24 +93,29 @@ def factorise(matrix: torch.Tensor, layout: Layout, eps: float) -> Factor:
         doi:10.1137/1.9780898718027.
     """
     none = torch.zeros(matrix.shape[:-2], dtype=torch.bool, device=matrix.device)
+    gauge = torch.ones(*matrix.shape[:-2], 1, 1, dtype=matrix.dtype, device=matrix.device)
     if matrix.shape[-1] == 0:
-        return Factor(matrix, "cholesky", none, "", lambda columns: columns)
+        return Factor(matrix, gauge, "cholesky", none, "", lambda columns: columns)
+    gauge = matrix.abs().amax((-2, -1), keepdim=True)
+    gauge = gauge.masked_fill(gauge == 0, 1.0)
+    unit = matrix / gauge  # so that no norm leaves the range of the dtype
+    make = functools.partial(Factor, matrix, gauge)
     cut = max(10.0, matrix.shape[-1] ** 0.5) * eps
-    lower, failed = torch.linalg.cholesky_ex(matrix)
+    lower, failed = torch.linalg.cholesky_ex(unit)
     cholesky = functools.partial(_cholesky_solve, lower)
-    if not bool(failed.any()) and _regular(matrix, cholesky, cut):
-        return Factor(matrix, "cholesky", none, "", cholesky)
+    if not bool(failed.any()) and _regular(unit, cholesky, cut):
+        return make("cholesky", none, "", cholesky)
     if bool(failed.any()):
-        packed, order, failed = torch.linalg.ldl_factor_ex(matrix)
+        packed, order, failed = torch.linalg.ldl_factor_ex(unit)
         ldl = functools.partial(torch.linalg.ldl_solve, packed, order)
-        if not bool(failed.any()) and _regular(matrix, ldl, cut):
-            return Factor(matrix, "ldl", none, "", ldl)
-    values, vectors = torch.linalg.eigh(matrix)
+        if not bool(failed.any()) and _regular(unit, ldl, cut):
+            return make("ldl", none, "", ldl)
+    values, vectors = torch.linalg.eigh(unit)
     kept = values.abs() > cut * values.abs().amax(-1, keepdim=True)
     inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0).unsqueeze(-1)
     singular = ~kept.all(-1)
-    reason = _why_singular(matrix, values, singular, layout, eps) if bool(singular.any()) else ""
-    return Factor(matrix, "eigenvalues", singular, reason, lambda columns: vectors @ (inverse * (vectors.mT @ columns)))
+    reason = _why_singular(matrix, values * gauge.squeeze(-1), singular, layout, eps) if bool(singular.any()) else ""
+    return make("eigenvalues", singular, reason, lambda columns: vectors @ (inverse * (vectors.mT @ columns)))
 
 
 def _cholesky_solve(lower: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,7 @@ def judge(
     iterations: torch.Tensor,
     tol: float,
     eps: float,
+    gauge: torch.Tensor | None = None,
 ) -> Raw:
     """Return the answer in the rows' own scale, converged where the true residual says so.
 
@@ -80,12 +81,13 @@ def judge(
         iterations: steps taken [...].
         tol: relative tolerance.
         eps: rounding unit of a product.
+        gauge: u and size are of A / gauge.
     """
     met = (residual <= attainable(u, size, eps).clamp(min=tol)) & ~scaled.nonfinite | scaled.zero
     status = status.masked_fill(met, Status.CONVERGED).masked_fill(scaled.nonfinite, Status.NONFINITE)
     # A product that is NaN leaves no answer worth having: its row is NaN like that of a right-hand side that is.
     lost = status == Status.NONFINITE
-    value = scaled.restore(u).masked_fill(lost.unsqueeze(-1), float("nan"))
+    value = scaled.restore(u if gauge is None else u / gauge).masked_fill(lost.unsqueeze(-1), float("nan"))
     residual = residual.masked_fill(scaled.zero, 0.0).masked_fill(lost, float("nan"))
     return Raw(value, met, status, iterations.masked_fill(scaled.zero | scaled.nonfinite, 0), residual)
 

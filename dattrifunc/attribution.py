@@ -25,27 +25,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from .digest import fingerprint
 from .errors import DtypeError, StructureError, message
 from .ihvp import ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_at_x_lissa
 from .implicit import transforms_active
-from .rows import (
-    Progress,
-    RowStore,
-    Runner,
-    Samples,
-    check_in_dims,
-    check_layout,
-    fingerprint,
-    grad_rows,
-    gradient_blocks,
-    mean_loss,
-    named,
-    per_sample_grads,
-    rows_of,
-    samples_of,
-    writable,
-)
+from .rows import Progress, grad_rows, per_sample_grads, writable
+from .samples import Runner, Samples, check_in_dims, gradient_blocks, mean_loss, samples_of
 from .solvers import SolveInfo
+from .store import RowStore, check_layout, named, rows_of
 from .tree import (
     Layout,
     Tree,

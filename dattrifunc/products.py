@@ -74,9 +74,10 @@ def _hessian(loss: Loss, leaves: Leaves, rest: Leaves, mode: str, hold: bool) ->
 
     if mode == "rev-rev" or torch.autograd.forward_ad._current_level >= 0:  # dual levels of torch.autograd do not nest
         return reverse()
+    leaves = tuple(leaf.contiguous() for leaf in leaves)  # forward mode refuses to write into expanded tensors
     if hold:
         try:
-            return _hold(forward, leaves)
+            return _hold(gradient, leaves) or reverse()
         except (RuntimeError, NotImplementedError) as error:
             return fall_back(error)
     chosen: list[Callable[..., Leaves]] = []
@@ -92,9 +93,34 @@ def _hessian(loss: Loss, leaves: Leaves, rest: Leaves, mode: str, hold: bool) ->
     return product
 
 
-def _hold(product: Callable[..., Leaves], like: Leaves) -> Callable[..., Leaves]:
-    """Return a linear function, traced once, with every operation that does not depend on its inputs done once."""
-    return _fold(make_fx(torch.func.functionalize(product))(*(torch.zeros_like(leaf) for leaf in like)))
+# Tracing the forward mode of these kills the process, without an exception (torch 2.13).
+_UNTRACEABLE = {"mse_loss", "mse_loss_backward"}
+
+
+def _hold(gradient: Callable[[Leaves], Leaves], leaves: Leaves) -> Callable[..., Leaves] | None:
+    """Return one vector -> Hessian times it in forward mode, with every operation that needs no vector done once.
+
+    The loss is evaluated once, when its gradient is traced. Forward mode is tried on the traced operations before it is
+    traced in turn. None: the loss draws random numbers (from a generator of its own), which a trace would draw anew.
+
+    Raises:
+        RuntimeError: some operator has no forward mode, or one that cannot be traced.
+    """
+    traced = make_fx(torch.func.functionalize(gradient))(leaves)
+    operators = [node.target for node in traced.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    if any(torch.Tag.nondeterministic_seeded in op.tags for op in operators):
+        return None
+    for op in operators:
+        if op.overloadpacket.__name__ in _UNTRACEABLE:
+            raise RuntimeError(f"aten::{op.overloadpacket.__name__.removesuffix('_backward')} cannot be traced")
+
+    def push(*vectors: torch.Tensor) -> Leaves:
+        out: Leaves = torch.func.jvp(traced, (leaves,), (vectors,))[1]
+        return out
+
+    zeros = [torch.zeros_like(leaf) for leaf in leaves]
+    push(*zeros)
+    return _fold(make_fx(torch.func.functionalize(push))(*zeros))
 
 
 def _fold(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:

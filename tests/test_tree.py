@@ -72,7 +72,7 @@ class Pair:
         self.left, self.right = left, right
 
 
-torch_pytree.register_dataclass(ByTorch)
+torch.export.register_dataclass(ByTorch)
 torch_pytree.register_pytree_node(Pair, lambda p: ([p.left, p.right], None), lambda parts, _: Pair(*parts))
 optree.register_pytree_node(
     ByOptree,
@@ -466,7 +466,7 @@ def test_order_outlives_a_second_copy_of_the_module():
 def test_threads_flatten_and_adopt_at_once():
     classes = [dataclasses.make_dataclass(f"Drawn{i}", ["b", "a"]) for i in range(20)]
     for cls in classes:
-        torch_pytree.register_dataclass(cls)
+        torch.export.register_dataclass(cls)
     wrong: list[Any] = []
     start = threading.Barrier(8)
 

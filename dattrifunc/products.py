@@ -7,6 +7,8 @@ Scale: the loss's own reduction (a mean loss gives a mean Hessian). ``regulariza
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import operator
 import re
@@ -74,6 +76,7 @@ def _hessian(loss: Loss, leaves: Leaves, rest: Leaves, mode: str, hold: bool) ->
 
     if mode == "rev-rev" or torch.autograd.forward_ad._current_level >= 0:  # dual levels of torch.autograd do not nest
         return reverse()
+    _load_forward_mode()
     leaves = tuple(leaf.contiguous() for leaf in leaves)  # forward mode refuses to write into expanded tensors
     if hold:
         try:
@@ -91,6 +94,14 @@ def _hessian(loss: Loss, leaves: Leaves, rest: Leaves, mode: str, hold: bool) ->
         return chosen[0](*vectors)
 
     return product
+
+
+@functools.cache
+def _load_forward_mode() -> None:
+    """Load torch's forward-mode rules, which torch 2.13 does on first use, with a DeprecationWarning about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
 # Tracing the forward mode of these kills the process, without an exception (torch 2.13).
@@ -392,7 +403,10 @@ def curvature(
     check_takes(func, len(x), "x")
     tensors = (*point.leaves, *point.rest)
     closure = implicit.Closure(func, tensors, lambda: _one_value(lambda: point.loss(point.leaves, point.rest), tensors))
-    closed_over = tuple(t.detach() for t in closure.tensors) if detach else closure.tensors
+    closed_over = closure.tensors
+    if detach:  # parameters of its own: an optimizer may change the caller's in place
+        tensors = (*(leaf.clone() for leaf in point.leaves), *point.rest)
+        closed_over = tuple(t.detach().clone() for t in closed_over)
     system = kind(
         active=tuple(t.is_floating_point() for t in (*tensors, *closed_over)),
         must_map=(True,) * len(point.leaves) + (False,) * (len(point.rest) + len(closed_over)),

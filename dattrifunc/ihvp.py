@@ -16,7 +16,17 @@ from . import implicit, solvers
 from .errors import StructureError, message
 from .products import Curvature, bound, check_product_knobs, curvature, hvp_at_x
 from .solvers import Callback, Method
-from .tree import Leaves, Tree, check_argnums, check_args, check_callable, flatten, flatten_dims
+from .tree import (
+    Leaves,
+    Tree,
+    check_argnums,
+    check_args,
+    check_callable,
+    flatten,
+    flatten_dims,
+    name_of,
+    paths_of,
+)
 
 __all__ = [
     "ihvp_at_x_cg",
@@ -144,7 +154,11 @@ class _Collated:
         self.func, self.collate = func, collate
 
     def __call__(self, *x: Any) -> Any:
-        return self.func(*self.collate(x))
+        collated = self.collate(x)
+        if not isinstance(collated, tuple | list):
+            expected, got = "a function that returns the tuple of func's arguments", type(collated).__name__
+            raise TypeError(message("collate_fn", expected, f"one that returns {got}", "return (params, batch)"))
+        return self.func(*collated)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,6 +219,8 @@ def _sample_axes(
     x: tuple[Any, ...], in_dims: Any, argnums: int | tuple[int, ...]
 ) -> tuple[tuple[int | None, ...], int | None]:
     """Return the sample axis of each tensor outside argnums, and how many samples they hold (None: there are none)."""
+    if not x:
+        raise StructureError(message("x", "at least one argument", "none", "pass the arguments of func"))
     positions = check_argnums(argnums, len(x))
     fix = "pass one entry per argument of func: an int, None or a tree of those, None at argnums"
     if in_dims is not None:
@@ -220,7 +236,8 @@ def _sample_axes(
         if i in positions:
             continue
         entries = flatten_dims(0 if in_dims is None else in_dims[i], argument, f"in_dims[{i}]")
-        for leaf, axis in zip(flatten(argument)[0], entries, strict=True):
+        leaves, spec = flatten(argument)
+        for leaf, axis, path in zip(leaves, entries, paths_of(spec), strict=True):
             if not isinstance(leaf, torch.Tensor):
                 continue
             if axis is None or (in_dims is None and leaf.ndim == 0):
@@ -230,7 +247,8 @@ def _sample_axes(
                 expected = f"an axis of a tensor of shape {tuple(leaf.shape)}"
                 raise StructureError(message(f"in_dims[{i}]", expected, str(axis), fix))
             axes.append(axis % leaf.ndim)
-            counts[f"x[{i}] {tuple(leaf.shape)}"] = leaf.shape[axis]
+            name = f"x[{i}][{name_of(path)!r}]" if path else f"x[{i}]"
+            counts[f"{name} {tuple(leaf.shape)}"] = leaf.shape[axis]
     if len(set(counts.values())) > 1:
         fix = "pass in_dims with None for what holds no samples"
         raise StructureError(

@@ -49,7 +49,7 @@ SolveAt = Callable[[tuple[Any, ...], Tree], Any]
 class _Inverse:
     """An inverse product before it meets x.
 
-    ``make(tensor axes, samples, memory)`` returns the solver's method; ``memory`` outlives a call of a bound form.
+    ``make(samples, memory)`` returns the solver's method; ``memory`` outlives a call of a bound form.
     """
 
     func: Callable[..., Any]

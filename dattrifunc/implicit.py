@@ -16,6 +16,7 @@ derivatives there (torch 2.13).
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,17 +56,19 @@ class Level(NamedTuple):
     mapped: tuple[bool, ...]
 
 
-@dataclass
-class Notes:
-    """What a call and its solve tell each other beside tensors; shared by all copies of a system.
+class Notes(threading.local):
+    """What a call and its solve tell each other beside tensors; shared by all copies of a system, one per thread.
 
     Attributes:
         single: whether the caller gave one vector, so that facts are told as 0-d tensors.
+        quiet: ``System.quiet`` of the map that is running.
         texts: what the solve found out, for SolveInfo.reason.
     """
 
-    single: bool = False
-    texts: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.single = False
+        self.quiet = False
+        self.texts: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class System:
         if not self.inverse:
             return (self.matvec(tensors)(rows),)
         assert self.solve is not None
+        self.notes.quiet = self.quiet
         return tuple(self.solve(self, tensors)(rows))
 
 
@@ -114,6 +118,7 @@ class Held(System):
 
     def forward(self, rows: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, ...]:  # noqa: ARG002
         """Return the held map's value."""
+        self.notes.quiet = self.quiet
         return self.run(rows)
 
 

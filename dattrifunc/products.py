@@ -430,7 +430,8 @@ def bound(system: Curvature, tensors: Leaves) -> tuple[implicit.System, Leaves]:
         matvec = system.matvec(tensors)
         return implicit.Held(run=lambda rows: (matvec(rows),)), ()
     assert system.solve is not None
-    return implicit.Held(inverse=True, run=system.solve(system, tensors)), ()
+    run = system.solve(system, tensors)
+    return implicit.Held(inverse=True, run=run, quiet=system.quiet, notes=system.notes), ()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -463,7 +464,8 @@ def test_results_do_not_hang_on_to_graphs():
         assert not any(u.requires_grad for u in ihvp_cg(loss)((params, x), v).values())
 
 
-def test_a_derivative_that_fails_says_so():
+@pytest.mark.parametrize("form", FORMS)
+def test_a_derivative_that_fails_says_so(form):
     """The solve behind a derivative has no SolveInfo to speak through: it warns even with has_aux."""
     h = torch.diag(torch.tensor([1.0, 1e-9, 1.0, 0.5], dtype=torch.float64))
 
@@ -471,11 +473,25 @@ def test_a_derivative_that_fails_says_so():
         return 0.5 * t @ h @ t + (t**3).sum()
 
     v = torch.tensor([1.0, 0, 1, 0], dtype=torch.float64, requires_grad=True)
-    f = ihvp_cg(loss, has_aux=True, max_iter=1, tol=1e-12)
-    u, info = f((torch.zeros(4, dtype=torch.float64),), v)
+    f = make("cg", form, loss, torch.zeros(4, dtype=torch.float64), has_aux=True, max_iter=1, tol=1e-12)
+    u, info = f(v)
     assert info.converged
     with pytest.warns(ConvergenceWarning, match="cg: 1 of 1"):
         u.pow(2).sum().add((u * torch.arange(4.0)).sum()).backward()
+
+
+def test_threads_keep_their_facts_apart():
+    """Two threads that use one bound solve at once each get their own shapes and reasons."""
+    solve = ihvp_at_x_cg(lambda t: 0.5 * (t[0] ** 2 - t[1] ** 2), torch.ones(2), has_aux=True, max_iter=5)
+    good, bad = torch.tensor([1.0, 0.0]), torch.ones(3, 2)
+
+    def run(v):
+        return [solve(v)[1] for _ in range(50)]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, [good, bad])
+    assert all(info.converged.shape == () and info.converged and not info.reason for info in first)
+    assert all(info.converged.shape == (3,) and "curvature" in info.reason for info in second)
 
 
 def test_product_may_be_anybody_s():

@@ -64,10 +64,6 @@ class Problem(Protocol):
     def notes(self) -> implicit.Notes:
         """What the call and its solve tell each other."""
 
-    @property
-    def quiet(self) -> bool:
-        """Whether SolveInfo is handed to the caller."""
-
     def matvec(self, tensors: Leaves) -> implicit.Matvec:
         """Rows -> (C + lambda I) rows."""
 
@@ -95,7 +91,7 @@ def _judged(
     def judged(rows: torch.Tensor) -> implicit.Raw:
         problem.notes.texts.clear()
         raw = run(rows)
-        if not problem.quiet:
+        if not problem.notes.quiet:
             warn_unsolved(raw, name, tol, "; ".join(problem.notes.texts))
         return raw
 

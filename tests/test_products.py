@@ -137,7 +137,7 @@ class Box:
     note: Any = None
 
 
-torch_pytree.register_dataclass(Box)
+torch.export.register_dataclass(Box)
 
 
 def around(w, data, power, name, flags):

@@ -14,7 +14,21 @@ import torch.nn.functional as F
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import dattrifunc
-from dattrifunc import hvp, hvp_at_x, ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_cg, ihvp_explicit, ihvp_lissa, solvers
+from dattrifunc import (
+    CompositeLoss,
+    fvp,
+    fvp_at_x,
+    ggnvp,
+    ggnvp_at_x,
+    hvp,
+    hvp_at_x,
+    ihvp_at_x_cg,
+    ihvp_at_x_explicit,
+    ihvp_cg,
+    ihvp_explicit,
+    ihvp_lissa,
+    solvers,
+)
 
 P, N, LAM = 3, 5, 0.1
 GENERATOR = torch.Generator().manual_seed(0)
@@ -43,6 +57,68 @@ def multiply(w, v, x):
 
 def divide(w, v, x):
     return torch.linalg.solve(matrix(w, x), v)
+
+
+def model(w, x):
+    return {"z": x @ w, "pen": (torch.tanh(w), w**2)}
+
+
+def value(out, y):
+    z, (first, second) = out["z"], out["pen"]
+    return (torch.log1p(torch.exp(z)) - y * z).mean() + 0.5 * (first**2).sum() + 0.1 * (second**2).sum()
+
+
+COMPOSITE = CompositeLoss(model, value)
+
+
+def gauss_newton(w, x):
+    """Written out: the Jacobian of each output, and the Hessian of each part of outer by hand."""
+    s = torch.sigmoid(x @ w)
+    d = 1 - torch.tanh(w) ** 2
+    return (x.T * (s * (1 - s) / N)) @ x + torch.diag(d**2 + 0.8 * w**2 + LAM)
+
+
+def one_loss(w, x, y):
+    z = x @ w
+    return torch.log1p(torch.exp(z)) - y * z + 0.5 * (w**2).sum() + 0.1 * (w**4).sum()
+
+
+def fisher(w, x):
+    """Written out: the gradients by hand."""
+    g = (torch.sigmoid(x @ w) - Y)[:, None] * x + w + 0.4 * w**3
+    return g.T @ g / N + LAM * torch.eye(P, dtype=torch.float64)
+
+
+IN_DIMS = {"in_dims": (None, 0, 0)}
+SAMPLED = {"product": fvp_at_x, "regularization": LAM}
+COMPOSED = {"product": ggnvp_at_x, "regularization": LAM}
+
+
+def times(matrix):
+    return lambda w, v, x: matrix(w, x) @ v
+
+
+def over(matrix):
+    return lambda w, v, x: torch.linalg.solve(matrix(w, x), v)
+
+
+def fisher_closure(w, v, x):
+    """One argument holds the samples, the others are closed over."""
+    f = fvp(lambda q, i: one_loss(q, x.index_select(0, i)[0], Y.index_select(0, i)[0]), in_dims=(None, 0))
+    return f((w, torch.arange(N)[:, None]), v) + LAM * v
+
+
+def composite_closure(w, v, x):
+    f = ggnvp(CompositeLoss(lambda q, _: model(q, x), lambda z: value(z, Y)), regularization=LAM)
+    return f((w, None), v)
+
+
+def fisher_by_a_foreign_product(w, v, x):
+    def product(func, x, argnums=0, mode="rev-rev", regularization=0.0, *, chunk_size=None, in_dims, keep_batch_dim):  # noqa: ARG001
+        g = vmap(grad(func, argnums), in_dims)(*x)
+        return lambda v: v @ (g.T @ g) / len(g) + regularization * v
+
+    return ihvp_cg(one_loss, tol=1e-13, regularization=LAM, product=product, **IN_DIMS)((w, x, Y), v)
 
 
 def by_closure(w, v, x):
@@ -84,6 +160,30 @@ MAPS = {
     "hvp": (lambda w, v, x: hvp(loss, regularization=LAM)((w, x, Y), v), multiply),
     "hvp rev-fwd": (lambda w, v, x: hvp(loss, mode="rev-fwd", regularization=LAM)((w, x, Y), v), multiply),
     "hvp closure": (lambda w, v, x: hvp(lambda q: loss(q, x, Y), regularization=LAM)((w,), v), multiply),
+    "ggnvp": (lambda w, v, x: ggnvp(COMPOSITE, regularization=LAM)((w, x, Y), v), times(gauss_newton)),
+    "ggnvp rev-fwd": (
+        lambda w, v, x: ggnvp(COMPOSITE, mode="rev-fwd", regularization=LAM)((w, x, Y), v),
+        times(gauss_newton),
+    ),
+    "ggnvp closure": (composite_closure, times(gauss_newton)),
+    "fvp": (lambda w, v, x: fvp(one_loss, regularization=LAM, **IN_DIMS)((w, x, Y), v), times(fisher)),
+    "fvp chunks": (
+        lambda w, v, x: fvp(one_loss, regularization=LAM, chunk_size=2, **IN_DIMS)((w, x, Y), v),
+        times(fisher),
+    ),
+    "fvp rev-fwd": (
+        lambda w, v, x: fvp(one_loss, mode="rev-fwd", regularization=LAM, **IN_DIMS)((w, x, Y), v),
+        times(fisher),
+    ),
+    "fvp closure": (fisher_closure, times(fisher)),
+    "ihvp_cg ggnvp": (lambda w, v, x: ihvp_cg(COMPOSITE, tol=1e-13, **COMPOSED)((w, x, Y), v), over(gauss_newton)),
+    "ihvp_cg fvp": (lambda w, v, x: ihvp_cg(one_loss, tol=1e-13, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
+    "ihvp_explicit fvp": (lambda w, v, x: ihvp_explicit(one_loss, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
+    "ihvp_lissa fvp": (
+        lambda w, v, x: ihvp_lissa(one_loss, batch_size=N, scaling=12.0, recursion_depth=1500, **SAMPLED)((w, x, Y), v),
+        over(fisher),
+    ),
+    "ihvp_cg foreign product over samples": (fisher_by_a_foreign_product, over(fisher)),
     "ihvp_explicit": (lambda w, v, x: ihvp_explicit(loss, regularization=LAM)((w, x, Y), v), divide),
     "ihvp_cg": (lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM)((w, x, Y), v), divide),
     "ihvp_cg rev-fwd": (
@@ -179,6 +279,21 @@ def test_equals_the_dense_formula(name, transform):
 BOUND = {
     "hvp_at_x": (lambda w, x: hvp_at_x(loss, (w, x, Y), regularization=LAM), multiply),
     "hvp_at_x rev-fwd": (lambda w, x: hvp_at_x(loss, (w, x, Y), mode="rev-fwd", regularization=LAM), multiply),
+    "ggnvp_at_x": (lambda w, x: ggnvp_at_x(COMPOSITE, (w, x, Y), regularization=LAM), times(gauss_newton)),
+    "ggnvp_at_x rev-fwd": (
+        lambda w, x: ggnvp_at_x(COMPOSITE, (w, x, Y), mode="rev-fwd", regularization=LAM),
+        times(gauss_newton),
+    ),
+    "fvp_at_x": (lambda w, x: fvp_at_x(one_loss, (w, x, Y), regularization=LAM, **IN_DIMS), times(fisher)),
+    "fvp_at_x rev-fwd": (
+        lambda w, x: fvp_at_x(one_loss, (w, x, Y), mode="rev-fwd", regularization=LAM, chunk_size=2, **IN_DIMS),
+        times(fisher),
+    ),
+    "ihvp_at_x_cg fvp": (
+        lambda w, x: ihvp_at_x_cg(one_loss, w, x, Y, tol=1e-13, **SAMPLED, **IN_DIMS),
+        over(fisher),
+    ),
+    "ihvp_at_x_explicit ggnvp": (lambda w, x: ihvp_at_x_explicit(COMPOSITE, w, x, Y, **COMPOSED), over(gauss_newton)),
     "ihvp_at_x_cg": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
     "ihvp_at_x_explicit": (lambda w, x: ihvp_at_x_explicit(loss, w, x, Y, regularization=LAM), divide),
     "ihvp_at_x_lissa": (

@@ -301,7 +301,7 @@ def _check_inner(func: CompositeLoss, positions: tuple[int, ...], argnums: Any, 
 
 
 def _samples(
-    func: Callable[..., Any],
+    point: Point,
     x: tuple[Any, ...],
     argnums: int | tuple[int, ...],
     product: Callable[..., Any],
@@ -319,10 +319,10 @@ def _samples(
         if in_dims is None:
             return None
     check_in_dims(in_dims, len(x), check_argnums(argnums, len(x)))
-    samples = samples_of(func, x, argnums, in_dims, keep_batch_dim, constant=False)
+    samples = samples_of(point.func, x, argnums, in_dims, keep_batch_dim, constant=False)
     if not samples.count:
         raise StructureError(message("x", "at least one sample", "0", "pass data, or check in_dims"))
-    return samples
+    return replace(samples, point=point)  # detached where that is
 
 
 @implicit.eager
@@ -349,7 +349,7 @@ def curvature(
     check_takes(func, len(x), "x")
     if product in RULES and RULES[product].composite:
         _check_inner(func, point.argnums, argnums, len(x))  # type: ignore[arg-type]
-    samples = _samples(func, check_args(x), argnums, product, in_dims, keep_batch_dim)
+    samples = _samples(point, check_args(x), argnums, product, in_dims, keep_batch_dim)
     tensors = (*point.leaves, *point.rest)
 
     def once() -> torch.Tensor:

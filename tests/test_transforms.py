@@ -121,6 +121,18 @@ def fisher_by_a_foreign_product(w, v, x):
     return ihvp_cg(one_loss, tol=1e-13, regularization=LAM, product=product, **IN_DIMS)((w, x, Y), v)
 
 
+def fisher_by_lissa(w, v, x):
+    f = ihvp_lissa(
+        lambda *sample: 0.2 * one_loss(*sample),
+        batch_size=N,
+        scaling=3.5,
+        recursion_depth=80,
+        product=fvp_at_x,
+        regularization=1.0,
+    )
+    return f((w, x, Y), v)
+
+
 def by_closure(w, v, x):
     return ihvp_cg(lambda q: loss(q, x, Y), tol=1e-13, regularization=LAM)((w,), v)
 
@@ -180,8 +192,8 @@ MAPS = {
     "ihvp_cg fvp": (lambda w, v, x: ihvp_cg(one_loss, tol=1e-13, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
     "ihvp_explicit fvp": (lambda w, v, x: ihvp_explicit(one_loss, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
     "ihvp_lissa fvp": (
-        lambda w, v, x: ihvp_lissa(one_loss, batch_size=N, scaling=12.0, recursion_depth=1500, **SAMPLED)((w, x, Y), v),
-        over(fisher),
+        fisher_by_lissa,
+        over(lambda w, x: 0.04 * fisher(w, x) + (1 - 0.04 * LAM) * torch.eye(P).double()),
     ),
     "ihvp_cg foreign product over samples": (fisher_by_a_foreign_product, over(fisher)),
     "ihvp_explicit": (lambda w, v, x: ihvp_explicit(loss, regularization=LAM)((w, x, Y), v), divide),
@@ -351,7 +363,7 @@ def test_info_passes_through_vmap(name):
 
 @pytest.mark.fault("F85")
 @pytest.mark.parametrize("order", ["grad", "jvp", "jacrev of vmap v", "grad of vmap w"])
-@pytest.mark.parametrize("name", ["hvp", "ihvp_cg"])
+@pytest.mark.parametrize("name", ["hvp", "ggnvp", "fvp", "ihvp_cg", "ihvp_cg fvp"])
 def test_derivatives_through_norm_layers(name, order):
     """A derivative taken outside a vmap through layer_norm is wrong in torch itself: ours are taken row by row.
 
@@ -369,26 +381,41 @@ def test_derivatives_through_norm_layers(name, order):
         return {k: torch.randn(s, dtype=torch.float64, generator=generator) for k, s in shapes.items()}
 
     p, tangent, vectors = draw(), draw(), [draw(), draw()]
-    knobs = {"tol": 1e-13, "regularization": 20.0} if name == "ihvp_cg" else {}
-    f = getattr(dattrifunc, name)(norm_loss, **knobs)
+
+    def norm_model(p, x):
+        return torch.tanh(F.layer_norm(x @ p["a"].T, (3,), p["g"], p["b"])), p
+
+    def of_output(out):
+        return (out[0] ** 4).sum(-1).mean() + sum((t**2).sum() for t in out[1].values())
+
+    solving = {"tol": 1e-13, "regularization": 20.0}
+    f, *arguments = {
+        "hvp": lambda: (hvp(norm_loss), X),
+        "ggnvp": lambda: (ggnvp(CompositeLoss(norm_model, of_output)), X),
+        "fvp": lambda: (fvp(norm_loss, in_dims=(None, 0)), X),
+        "ihvp_cg": lambda: (ihvp_cg(norm_loss, **solving), X),
+        "ihvp_cg fvp": lambda: (ihvp_cg(norm_loss, product=fvp_at_x, in_dims=(None, 0), **solving), X),
+    }[name]()
     batch = {k: torch.stack([v[k] for v in vectors]) for k in shapes}
 
     def total(u):
         return sum(t.sin().sum() for t in u.values())
 
     def loop(q):
-        return sum(total(f((q, X), v)) for v in vectors)
+        return sum(total(f((q, *arguments), v)) for v in vectors)
 
     if order == "grad":
-        got, want = grad(lambda q: total(f((q, X), batch)))(p), grad(loop)(p)
+        got, want = grad(lambda q: total(f((q, *arguments), batch)))(p), grad(loop)(p)
     elif order == "jvp":
-        got, want = jvp(lambda q: total(f((q, X), batch)), (p,), (tangent,))[1], jvp(loop, (p,), (tangent,))[1]
+        got, want = jvp(lambda q: total(f((q, *arguments), batch)), (p,), (tangent,))[1], jvp(loop, (p,), (tangent,))[1]
     elif order == "jacrev of vmap v":
-        got, want = jacrev(lambda q: total(vmap(lambda v: f((q, X), v))(batch)))(p), grad(loop)(p)
+        got, want = jacrev(lambda q: total(vmap(lambda v: f((q, *arguments), v))(batch)))(p), grad(loop)(p)
     else:
         both = {k: torch.stack([p[k], p[k] + 0.1]) for k in shapes}
-        got = grad(lambda qq: total(vmap(lambda q: f((q, X), vectors[0]))(qq)))(both)
-        each = [grad(lambda q: total(f((q, X), vectors[0])))({k: both[k][i] for k in shapes}) for i in range(2)]
+        got = grad(lambda qq: total(vmap(lambda q: f((q, *arguments), vectors[0]))(qq)))(both)
+        each = [
+            grad(lambda q: total(f((q, *arguments), vectors[0])))({k: both[k][i] for k in shapes}) for i in range(2)
+        ]
         want = {k: torch.stack([e[k] for e in each]) for k in shapes}
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 

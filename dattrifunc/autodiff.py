@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .tree import Leaves
+from .tree import Leaves, is_plain
 
 __all__ = ["Map", "Product", "hessian", "sandwich"]
+
+# What torch raises where forward mode cannot go; an assertion in its vmap rule of a custom function without a jvp.
+_FAILURES = (RuntimeError, NotImplementedError, AssertionError)
 
 Map = Callable[[Leaves], Leaves]
 Product = Callable[..., Leaves]  # the leaves of one vector -> the leaves of its product
@@ -41,7 +44,7 @@ def hessian(loss: Callable[[Leaves], torch.Tensor], leaves: Leaves, mode: str, h
         return _pushed(gradient, at, lambda error: _fall_back(loss, at, error, reverse))
     try:
         return _hold(gradient, at) or reverse()
-    except (RuntimeError, NotImplementedError) as error:
+    except _FAILURES as error:
         return _fall_back(loss, at, error, reverse)
 
 
@@ -73,7 +76,7 @@ def _linearised(function: Map, leaves: Leaves, mode: str, hold: bool) -> tuple[L
             held = _hold_outputs(function, at)
             if held is not None:
                 return held
-        except (RuntimeError, NotImplementedError) as error:
+        except _FAILURES as error:
             failed = error
     outputs: Leaves
     outputs, pull = torch.func.vjp(function, at)  # type: ignore[misc]  # two without has_aux
@@ -114,7 +117,7 @@ def _pushed(function: Map, leaves: Leaves, fall_back: Callable[[Exception], Prod
         if not chosen:
             try:
                 out: Leaves = torch.func.jvp(function, (leaves,), (vectors,))[1]
-            except (RuntimeError, NotImplementedError) as error:
+            except _FAILURES as error:
                 chosen.append(fall_back(error))
             else:
                 return out
@@ -225,14 +228,34 @@ def _fold(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
                 values[node] = node.target(*args, **kwargs)
             else:
                 copies[node] = graph.node_copy(node, copied)
-                if node.target is torch.ops.aten.copy.default:  # has no batching rule
-                    copies[node].target = _copied
+                copies[node].target = _BATCHABLE.get(node.target, node.target)
         graph.eliminate_dead_code()
         return torch.fx.GraphModule(constants, graph)
 
 
+def _reshaped(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return tensor.reshape(shape)
+
+
 def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
     return source.to(target.dtype).expand(target.shape)
+
+
+# Operators of a trace that vmap cannot take, or only in the strides of the trace.
+_BATCHABLE: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.copy.default: _copied,
+    torch.ops.aten.view.default: _reshaped,
+    torch.ops.aten._unsafe_view.default: _reshaped,
+}
+
+
+def _unmapped(value: Any) -> Any:
+    """Return a tensor inside a vmap as the first of those it stands for, so that it outlives the vmap."""
+    while isinstance(value, torch.Tensor) and not is_plain(value):
+        axis = torch._C._functorch.maybe_get_bdim(value)
+        value = torch._C._functorch.get_unwrapped(value)
+        value = value if axis < 0 else value.select(axis, 0)
+    return value
 
 
 def _operator_without_forward_mode(loss: Callable[[Leaves], Any], leaves: Leaves, error: Exception) -> str:
@@ -243,7 +266,7 @@ def _operator_without_forward_mode(loss: Callable[[Leaves], Any], leaves: Leaves
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor) and out.is_floating_point():
-                calls.append((func, args, kwargs or {}))
+                calls.append((func, [_unmapped(arg) for arg in args], kwargs or {}))
             return out
 
     with Record(), torch.no_grad():
@@ -263,7 +286,7 @@ def _operator_without_forward_mode(loss: Callable[[Leaves], Any], leaves: Leaves
         try:
             if at:
                 torch.func.jvp(torch.func.grad(call, argnums=tuple(range(len(at)))), at, at)
-        except (RuntimeError, NotImplementedError):
+        except _FAILURES:
             return f"operator {getattr(func, '__name__', func)!r}"
     named = re.search(r"with (\w+) that does not support|aten::(\w+)", str(error))
     return f"operator {named.group(1) or named.group(2)!r}" if named else f"an operator ({str(error)[:80]})"

@@ -471,7 +471,7 @@ def build_fisher(system: Curvature, tensors: Leaves, mode: str, hold: bool, *, e
         return _held_rows(system, tensors, size)
     runner = replace(system.runner, looping=True) if exact else system.runner
 
-    def part(start: int, stop: int) -> Product:
+    def part(start: int, stop: int, hold: bool) -> Product:
         def losses(tensors: Leaves) -> Leaves:
             samples = system.samples_at(tensors)
 
@@ -487,13 +487,13 @@ def build_fisher(system: Curvature, tensors: Leaves, mode: str, hold: bool, *, e
         return sandwich(lambda leaves: lifted((*leaves, *tensors[n:])), lambda _: divided, tensors[:n], mode, hold)
 
     if exact or size == count:
-        return part(0, count)
+        return part(0, count, hold)
 
     def product(*vectors: torch.Tensor) -> Leaves:
         """Go over the samples anew, so that one chunk's graph is held at a time."""
-        total = part(0, size)(*vectors)
+        total = part(0, size, hold=False)(*vectors)
         for start in range(size, count, size):
-            more = part(start, min(start + size, count))(*vectors)
+            more = part(start, min(start + size, count), hold=False)(*vectors)
             total = tuple(a + b for a, b in zip(total, more, strict=True))
         return total
 

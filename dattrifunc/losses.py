@@ -22,6 +22,7 @@ class CompositeLoss:
     Raises:
         TypeError: inner or outer is no function.
 
+    >>> import torch
     >>> loss = CompositeLoss(lambda w, x: x @ w, lambda z, y: (z - y).square().mean())
     >>> loss(torch.ones(2), torch.tensor([[1.0, 2.0]]), torch.tensor([1.0]))
     tensor(4.)

@@ -23,6 +23,7 @@ from .tree import (
     Layout,
     Leaves,
     Point,
+    Tree,
     bind,
     check_argnums,
     check_args,
@@ -35,7 +36,7 @@ from .tree import (
     flatten_like,
 )
 
-__all__ = ["RULES", "Curvature", "Rule", "bound", "check_func", "check_product_knobs", "curvature"]
+__all__ = ["RULES", "BoundProduct", "Curvature", "Rule", "bound", "check_func", "check_product_knobs", "curvature"]
 
 MODES = ("rev-rev", "rev-fwd")
 _LAMBDA_FIX = "pass lambda >= 0 in units of loss / parameter**2, for example regularization=1e-3"
@@ -150,6 +151,10 @@ class Curvature(implicit.System):
 
         argnums = self.point.argnums if self.point.joint else self.point.argnums[0]
         bound = self.product(func, x, argnums=argnums, **knobs)
+        if exact and isinstance(bound, BoundProduct):
+            expected, got = "one that depends on x, where x is differentiated", "a wrapped bound product, constant in x"
+            fix = "pass hvp_at_x, ggnvp_at_x or fvp_at_x itself, its in_dims beside it"
+            raise TypeError(message("product", expected, got, fix))
         check_callable(bound, "product(func, x)", "hvp_at_x, or a function with its signature")
 
         def product(*vectors: torch.Tensor) -> Leaves:
@@ -387,6 +392,30 @@ def bound(system: Curvature, tensors: Leaves) -> tuple[implicit.System, Leaves]:
         return implicit.Held(run=lambda rows: (matvec(rows),)), ()
     assert system.solve is not None
     return implicit.Held(inverse=True, run=system.solve(system, tensors)), ()
+
+
+class BoundProduct:
+    """A product with x bound: ``f(v)``, for one vector or k of them.
+
+    Attributes:
+        point: x taken apart, with the layout of a vector.
+    """
+
+    @implicit.eager
+    def __init__(self, system: Curvature, tensors: Leaves) -> None:
+        self.point = system.point
+        self._system, self._tensors = bound(system, tensors)
+
+    @implicit.eager
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the products of flat rows [k, p], in the layout's columns."""
+        return implicit.apply(self._system, rows, self._tensors)[0]
+
+    @implicit.eager
+    def __call__(self, v: Tree) -> Tree:
+        """Return the product with v, in v's shapes."""
+        rows, single = self.point.rows(v)
+        return self.point.tree(self.rows(rows), single)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

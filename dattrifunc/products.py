@@ -15,9 +15,9 @@ import torch
 from . import implicit
 from .curvature import (
     RULES,
+    BoundProduct,
     Curvature,
     Rule,
-    bound,
     build_fisher,
     build_gauss_newton,
     build_hessian,
@@ -27,7 +27,7 @@ from .curvature import (
 )
 from .errors import DtypeError, StructureError, message
 from .losses import CompositeLoss
-from .tree import Layout, Leaves, Tree, bind, check_callable, check_chunk
+from .tree import Layout, Tree, bind, check_callable, check_chunk
 
 __all__ = [
     "BoundProduct",
@@ -40,30 +40,6 @@ __all__ = [
     "hvp",
     "hvp_at_x",
 ]
-
-
-class BoundProduct:
-    """A product with x bound: ``f(v)``, for one vector or k of them.
-
-    Attributes:
-        point: x taken apart, with the layout of a vector.
-    """
-
-    @implicit.eager
-    def __init__(self, system: Curvature, tensors: Leaves) -> None:
-        self.point = system.point
-        self._system, self._tensors = bound(system, tensors)
-
-    @implicit.eager
-    def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the products of flat rows [k, p], in the layout's columns."""
-        return implicit.apply(self._system, rows, self._tensors)[0]
-
-    @implicit.eager
-    def __call__(self, v: Tree) -> Tree:
-        """Return the product with v, in v's shapes."""
-        rows, single = self.point.rows(v)
-        return self.point.tree(self.rows(rows), single)
 
 
 @implicit.eager

@@ -27,8 +27,10 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
+    ihvp_cg,
     influence,
 )
+from dattrifunc.samples import mean_loss
 
 MODES = ["rev-rev", "rev-fwd"]
 
@@ -566,3 +568,22 @@ def test_solvers_that_hold_a_product_call_the_loss_at_build_only():
     assert_close(
         hessian_matrix(hvp_at_x(lambda w: (w**3).sum(), (w,)), w), torch.diag(6 * w)
     )  # the Hessian product is not changed by its neighbours
+
+
+def test_a_wrapped_bound_product_is_no_silent_constant():
+    """It solves, but holds x constant: a derivative with respect to x would leave out the curvature's part."""
+    w, v = normal(3), normal(3, seed=2)
+
+    def solve(w, product):
+        return ihvp_cg(lambda w: (w**4).sum(), product=product, regularization=0.1)((w,), v)
+
+    for wrapped in (functools.partial(hvp_at_x), lambda *args, **knobs: hvp_at_x(*args, **knobs)):
+        assert_close(solve(w, wrapped), solve(w, hvp_at_x))
+        with pytest.raises(TypeError, match=r"product: expected one that depends on x, .* Fix: pass hvp_at_x, ggnvp"):
+            torch.func.grad(lambda w, wrapped=wrapped: solve(w, wrapped).sum())(w)
+
+
+def test_the_mean_of_a_loss_that_draws_masks_is_refused_in_its_own_words():
+    loss = mean_loss(lambda w, x: F.dropout(w * x, 0.5).sum(), (None, 0))
+    with pytest.raises(ValueError, match=r"func: expected a loss with one fixed value at x, .* Fix: call module.eval"):
+        loss(normal(3), normal(5, 3))

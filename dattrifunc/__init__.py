@@ -4,12 +4,14 @@ from . import solvers
 from .attribution import influence, scores, self_scores, top_k
 from .errors import ConvergenceWarning, DtypeError, StructureError
 from .ihvp import ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_at_x_lissa, ihvp_cg, ihvp_explicit, ihvp_lissa
-from .products import hessian_matrix, hvp, hvp_at_x
+from .losses import CompositeLoss
+from .products import fvp, fvp_at_x, ggnvp, ggnvp_at_x, hessian_matrix, hvp, hvp_at_x
 from .rows import RowStore, grad_rows, per_sample_grads
 from .solvers import SolveInfo, SolveResult
 from .tree import Layout, combine, partition, ravel
 
 __all__ = [
+    "CompositeLoss",
     "ConvergenceWarning",
     "DtypeError",
     "Layout",
@@ -18,6 +20,10 @@ __all__ = [
     "SolveResult",
     "StructureError",
     "combine",
+    "fvp",
+    "fvp_at_x",
+    "ggnvp",
+    "ggnvp_at_x",
     "grad_rows",
     "hessian_matrix",
     "hvp",

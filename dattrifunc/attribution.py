@@ -25,12 +25,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from .curvature import check_func
 from .digest import fingerprint
 from .errors import DtypeError, StructureError, message
 from .ihvp import ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_at_x_lissa
 from .implicit import transforms_active
+from .products import fvp_at_x, ggnvp_at_x
 from .rows import Progress, grad_rows, per_sample_grads, writable
-from .samples import Runner, Samples, check_in_dims, gradient_blocks, mean_loss, samples_of
+from .samples import Runner, Samples, check_in_dims, gradient_blocks, mean_composite, mean_loss, samples_of
 from .solvers import SolveInfo
 from .store import RowStore, check_layout, named, rows_of
 from .tree import (
@@ -496,7 +498,8 @@ def influence(
         in_dims: sample axis per argument of func, parameters included; None = axis 0 of everything but params.
         argnums: where params stand among the arguments of func.
         regularization: lambda >= 0, in units of loss / parameter**2.
-        product: curvature, with the signature of ``hvp_at_x`` (the default).
+        product: C, of the mean over the training samples: ``hvp_at_x`` (the default), ``ggnvp_at_x`` (func is a
+            CompositeLoss of one sample), ``fvp_at_x``, or a function with the signature of the first.
         query_func: loss of one test sample, where it is not ``func``.
         chunk_size: most samples, or vectors, pushed through autodiff at once. Memory only, not values.
         keep_batch_dim: give func an axis of size 1 in place of the sample axis.
@@ -535,10 +538,7 @@ def influence(
         raise TypeError(message("store", "a path", type(store).__name__, "pass the name of a folder"))
     positions = check_argnums(argnums, count)
     dims = tuple(None if i in positions else 0 for i in range(count)) if in_dims is None else in_dims
-    dims = check_in_dims(dims, count)
-    if any(dims[i] is not None for i in positions):
-        fix = "pass None in in_dims for params: all samples share them"
-        raise StructureError(message("in_dims", f"None at argnums {argnums}", repr(dims), fix))
+    dims = check_in_dims(dims, count, positions)
     query_func = func if query_func is None else query_func
     check_callable(query_func, "query_func", "the loss of one test sample")
     if progress is not None:
@@ -562,7 +562,14 @@ def influence(
             options["product"] = product
         if solver in _DRAWS:
             options |= {"generator": generator, "in_dims": dims}
-        loss = mean_loss(func, dims, keep_batch_dim)
+        if product is fvp_at_x:
+            loss = func
+            options |= {"in_dims": dims, "keep_batch_dim": keep_batch_dim}
+        elif product is ggnvp_at_x:
+            check_func(product, func)
+            loss = mean_composite(func, dims, keep_batch_dim)  # type: ignore[arg-type]
+        else:
+            loss = mean_loss(func, dims, keep_batch_dim)
         solve = _SOLVERS[solver](
             loss, *x, argnums=argnums, regularization=regularization, chunk_size=chunk, has_aux=has_aux, **options
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ConvergenceWarning", "DtypeError", "StructureError", "message"]
+__all__ = ["ConvergenceWarning", "DtypeError", "StructureError", "message", "random_loss"]
 
 
 class StructureError(ValueError):
@@ -24,3 +24,9 @@ def message(argument: str, expected: str, got: str, fix: str) -> str:
     'tol: expected a number >= 0, got -1. Fix: pass tol=1e-7.'
     """
     return f"{argument}: expected {expected}, got {got}. Fix: {fix}."
+
+
+def random_loss() -> ValueError:
+    """Return the error for a loss that draws random numbers where it must have one value."""
+    fix = "call module.eval(), or draw masks before and pass them as an argument"
+    return ValueError(message("func", "a loss with one fixed value at x", "one that draws random numbers", fix))

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from . import implicit, solvers
+from .curvature import RULES, Curvature, bound, check_func, check_product_knobs, curvature
 from .errors import StructureError, message
-from .products import Curvature, bound, check_product_knobs, curvature, hvp_at_x
+from .losses import CompositeLoss
+from .products import hvp_at_x
 from .solvers import Callback, Method
 from .tree import (
     Leaves,
@@ -62,11 +64,13 @@ class _Inverse:
     make: Callable[[int | None, dict[str, Any]], Method]
     samples: bool = False
     collate: Callable[..., Any] | None = None
+    in_dims: Any = None
+    keep_batch_dim: bool = False
 
     @implicit.eager
     def __post_init__(self) -> None:
-        check_callable(self.func, "func", "the loss itself, func(*x) -> scalar")
         check_callable(self.product, "product", "hvp_at_x, or a function with its signature")
+        check_func(self.product, self.func)
         check_product_knobs(self.argnums, self.mode, self.regularization, self.chunk_size)
         if self.collate is not None:
             check_callable(self.collate, "collate_fn", "a function of the tuple of arguments of func")
@@ -75,7 +79,16 @@ class _Inverse:
     def at(self, x: tuple[Any, ...], in_dims: Any, *, detach: bool) -> tuple[Curvature, Leaves, int | None]:
         """Return the system at x, without a solver, and how many samples it can draw from."""
         axes, count = _sample_axes(x, in_dims, self.argnums) if self.samples else ((), None)
-        func = self.func if self.collate is None else _Collated(self.func, self.collate)
+        rule = RULES.get(self.product)
+        sampled = rule is not None and rule.sampled
+        if not self.samples:
+            in_dims = self.in_dims
+        elif sampled and in_dims is None:
+            in_dims = _first_axes(x, self.argnums)
+        if self.collate is not None and sampled:
+            fix = "collate inside func, or pass product=hvp_at_x or ggnvp_at_x"
+            raise ValueError(message("collate_fn", "None for a product that takes samples one by one", "one", fix))
+        func = self.func if self.collate is None else _collated(self.func, self.collate)
         system, tensors = curvature(
             func,
             x,
@@ -90,6 +103,8 @@ class _Inverse:
             inverse=True,
             quiet=self.has_aux,
             axes=axes,
+            in_dims=in_dims if sampled or not self.samples else None,
+            keep_batch_dim=self.keep_batch_dim,
         )
         return system, tensors, count
 
@@ -147,18 +162,45 @@ class _BoundSolve:
         return self._inverse.finish(self._system, method, v, held, tensors)
 
 
+@dataclass(frozen=True)
 class _Collated:
     """A loss on collated arguments."""
 
-    def __init__(self, func: Callable[..., Any], collate: Callable[..., Any]) -> None:
-        self.func, self.collate = func, collate
+    func: Callable[..., Any]
+    collate: Callable[..., Any]
 
     def __call__(self, *x: Any) -> Any:
-        collated = self.collate(x)
-        if not isinstance(collated, tuple | list):
-            expected, got = "a function that returns the tuple of func's arguments", type(collated).__name__
-            raise TypeError(message("collate_fn", expected, f"one that returns {got}", "return (params, batch)"))
-        return self.func(*collated)
+        return self.func(*_collate(self.collate, x))
+
+
+@dataclass(frozen=True)
+class _CollatedComposite(CompositeLoss):
+    """A loss in two parts on collated arguments."""
+
+    collate: Callable[..., Any]
+
+    def __call__(self, *x: Any) -> Any:
+        return super().__call__(*_collate(self.collate, x))
+
+    def output(self, *x: Any) -> Any:
+        return super().output(*_collate(self.collate, x))
+
+    def value(self, output: Any, *x: Any) -> Any:
+        return super().value(output, *_collate(self.collate, x))
+
+
+def _collated(func: Callable[..., Any], collate: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(func, CompositeLoss):
+        return _CollatedComposite(func.inner, func.outer, collate)
+    return _Collated(func, collate)
+
+
+def _collate(collate: Callable[..., Any], x: tuple[Any, ...]) -> tuple[Any, ...]:
+    collated = collate(x)
+    if not isinstance(collated, tuple | list):
+        expected, got = "a function that returns the tuple of func's arguments", type(collated).__name__
+        raise TypeError(message("collate_fn", expected, f"one that returns {got}", "return (params, batch)"))
+    return tuple(collated)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,16 +241,18 @@ class _Sampled(Curvature):
 
         return product
 
-    def _base_loss(self, tensors: Leaves) -> torch.Tensor:
+    def parts(self, tensors: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+        """Return the differentiated leaves, the other tensors of x (of the batch), and the captured ones."""
         if not self.indexed:
-            return super()._base_loss(tensors)
-        *tensors, index = tensors  # type: ignore[assignment]
-        first = len(self.point.leaves)
-        taken = list(tensors)
-        for i, axis in enumerate(self.axes, first):
-            if axis is not None:
-                taken[i] = tensors[i].index_select(axis, index)
-        return super()._base_loss(tuple(taken))
+            return super().parts(tensors)
+        *whole, index = tensors
+        leaves, rest, closed_over = super().parts(tuple(whole))
+        taken = (t if axis is None else t.index_select(axis, index) for t, axis in zip(rest, self.axes, strict=True))
+        return leaves, tuple(taken), closed_over
+
+    def sample_count(self, tensors: Leaves) -> int:
+        """Return how many samples the (lifted) tensors hold, or the index picks."""
+        return tensors[-1].shape[-1] if self.indexed else super().sample_count(tensors)
 
 
 def _with_index(level: implicit.Level, mapped: bool) -> implicit.Level:
@@ -262,6 +306,17 @@ def _sample_axes(
     return tuple(axes), count
 
 
+def _first_axes(x: tuple[Any, ...], argnums: int | tuple[int, ...]) -> tuple[Any, ...]:
+    """Return LiSSA's default as in_dims: axis 0 of every tensor outside argnums that has one."""
+    positions = check_argnums(argnums, len(x))
+
+    def axes(argument: Any) -> Any:
+        leaves, spec = flatten(argument)
+        return spec.unflatten([0 if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves])
+
+    return tuple(None if i in positions else axes(argument) for i, argument in enumerate(x))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # explicit
 
@@ -274,9 +329,10 @@ def _explicit(
     mode: str,
     chunk_size: int | None,
     has_aux: bool,
+    **samples: Any,
 ) -> _Inverse:
     method = solvers.explicit_method()
-    return _Inverse(func, argnums, mode, regularization, product, chunk_size, has_aux, lambda *_: method)
+    return _Inverse(func, argnums, mode, regularization, product, chunk_size, has_aux, lambda *_: method, **samples)
 
 
 def ihvp_at_x_explicit(
@@ -285,6 +341,8 @@ def ihvp_at_x_explicit(
     argnums: int | tuple[int, ...] = 0,
     regularization: float = 0.0,
     product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
     mode: str = "rev-rev",
     chunk_size: int | None = None,
     has_aux: bool = False,
@@ -299,7 +357,10 @@ def ihvp_at_x_explicit(
         x: arguments of ``func``; any pytrees, taken as constants. Only ``argnums`` must be floating point.
         argnums: which argument, or a tuple for several at once.
         regularization: lambda >= 0, in units of loss / parameter**2.
-        product: ``hvp_at_x``, or any function with its signature.
+        product: ``hvp_at_x``, ``ggnvp_at_x`` (func is a CompositeLoss), ``fvp_at_x`` (func takes one sample), or any
+            function with the signature of the first.
+        in_dims: sample axis per argument of func, handed on to a product over samples, such as ``fvp_at_x``.
+        keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
         mode: "rev-rev" or "rev-fwd", handed on to the product.
         chunk_size: most columns pushed through autodiff at once; None = all p.
         has_aux: return ``(u, SolveInfo)``.
@@ -324,7 +385,8 @@ def ihvp_at_x_explicit(
     >>> solve({"w": torch.ones(2), "b": torch.tensor(1.0)})["b"]
     tensor(-0.5000)
     """
-    return _explicit(func, argnums, regularization, product, mode, chunk_size, has_aux).bound(x)
+    samples = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim}
+    return _explicit(func, argnums, regularization, product, mode, chunk_size, has_aux, **samples).bound(x)
 
 
 def ihvp_explicit(
@@ -333,6 +395,8 @@ def ihvp_explicit(
     regularization: float = 0.0,
     *,
     product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
     mode: str = "rev-rev",
     chunk_size: int | None = None,
     has_aux: bool = False,
@@ -344,7 +408,8 @@ def ihvp_explicit(
     >>> ihvp_explicit(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
     tensor([0.1667, 0.1667])
     """
-    return _explicit(func, argnums, regularization, product, mode, chunk_size, has_aux).unbound
+    samples = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim}
+    return _explicit(func, argnums, regularization, product, mode, chunk_size, has_aux, **samples).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,9 +427,10 @@ def _cg(
     chunk_size: int | None,
     has_aux: bool,
     callback: Callback | None,
+    **samples: Any,
 ) -> _Inverse:
     method = solvers.cg_method(max_iter=max_iter, tol=tol, callback=callback)
-    return _Inverse(func, argnums, mode, regularization, product, chunk_size, has_aux, lambda *_: method)
+    return _Inverse(func, argnums, mode, regularization, product, chunk_size, has_aux, lambda *_: method, **samples)
 
 
 def ihvp_at_x_cg(
@@ -376,6 +442,8 @@ def ihvp_at_x_cg(
     mode: str = "rev-rev",
     regularization: float = 0.0,
     product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
     chunk_size: int | None = None,
     has_aux: bool = False,
     callback: Callback | None = None,
@@ -392,7 +460,10 @@ def ihvp_at_x_cg(
         tol: stop a right-hand side when ||v - (C + lambda I) u|| <= tol * ||v||.
         mode: "rev-rev" or "rev-fwd", handed on to the product.
         regularization: lambda >= 0, in units of loss / parameter**2.
-        product: ``hvp_at_x``, or any function with its signature.
+        product: ``hvp_at_x``, ``ggnvp_at_x`` (func is a CompositeLoss), ``fvp_at_x`` (func takes one sample), or any
+            function with the signature of the first.
+        in_dims: sample axis per argument of func, handed on to a product over samples, such as ``fvp_at_x``.
+        keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
         chunk_size: most vectors pushed through autodiff at once; None = all k.
         has_aux: return ``(u, SolveInfo)``.
         callback: ``callback(iteration, residuals)``, residuals relative, in the shape of the info's fields.
@@ -415,7 +486,9 @@ def ihvp_at_x_cg(
     >>> ihvp_at_x_cg(loss, {"w": torch.zeros(2)})({"w": torch.ones(2)})["w"]
     tensor([0.5000, 0.5000])
     """
-    return _cg(func, argnums, max_iter, tol, mode, regularization, product, chunk_size, has_aux, callback).bound(x)
+    samples = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim}
+    knobs = (max_iter, tol, mode, regularization, product, chunk_size, has_aux, callback)
+    return _cg(func, argnums, *knobs, **samples).bound(x)
 
 
 def ihvp_cg(
@@ -427,6 +500,8 @@ def ihvp_cg(
     regularization: float = 0.0,
     *,
     product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
     chunk_size: int | None = None,
     has_aux: bool = False,
     callback: Callback | None = None,
@@ -438,7 +513,9 @@ def ihvp_cg(
     >>> ihvp_cg(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
     tensor([0.1667, 0.1667])
     """
-    return _cg(func, argnums, max_iter, tol, mode, regularization, product, chunk_size, has_aux, callback).unbound
+    samples = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim}
+    knobs = (max_iter, tol, mode, regularization, product, chunk_size, has_aux, callback)
+    return _cg(func, argnums, *knobs, **samples).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -461,6 +538,7 @@ def _lissa(
     product: Callable[..., Any],
     chunk_size: int | None,
     has_aux: bool,
+    keep_batch_dim: bool,
 ) -> _Inverse:
     def make(num_samples: int | None, memory: dict[str, Any]) -> Method:
         return solvers.lissa_method(
@@ -477,7 +555,17 @@ def _lissa(
         )
 
     return _Inverse(
-        func, argnums, mode, regularization, product, chunk_size, has_aux, make, samples=True, collate=collate_fn
+        func,
+        argnums,
+        mode,
+        regularization,
+        product,
+        chunk_size,
+        has_aux,
+        make,
+        samples=True,
+        collate=collate_fn,
+        keep_batch_dim=keep_batch_dim,
     )
 
 
@@ -497,6 +585,7 @@ def ihvp_at_x_lissa(
     tol: float = 0.0,
     generator: torch.Generator | None = None,
     product: Callable[..., Any] = hvp_at_x,
+    keep_batch_dim: bool = False,
     chunk_size: int | None = None,
     has_aux: bool = False,
 ) -> Solve:
@@ -527,7 +616,9 @@ def ihvp_at_x_lissa(
         regularization: lambda >= 0, in units of loss / parameter**2.
         tol: stop a right-hand side early when a step changes its estimate by at most tol, relative.
         generator: source of the batches. Same seed, bit-equal answer; a call moves it on, so two calls differ.
-        product: ``hvp_at_x``, or any function with its signature.
+        product: ``hvp_at_x``, ``ggnvp_at_x`` (func is a CompositeLoss), ``fvp_at_x`` (func takes one sample), or any
+            function with the signature of the first.
+        keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
         chunk_size: most vectors pushed through autodiff at once; None = all k.
         has_aux: return ``(u, SolveInfo)``; spends one product with all samples on the residual.
 
@@ -564,6 +655,7 @@ def ihvp_at_x_lissa(
         product,
         chunk_size,
         has_aux,
+        keep_batch_dim,
     ).bound(x, in_dims)
 
 
@@ -582,6 +674,7 @@ def ihvp_lissa(
     tol: float = 0.0,
     generator: torch.Generator | None = None,
     product: Callable[..., Any] = hvp_at_x,
+    keep_batch_dim: bool = False,
     chunk_size: int | None = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
@@ -609,4 +702,5 @@ def ihvp_lissa(
         product,
         chunk_size,
         has_aux,
+        keep_batch_dim,
     ).unbound

@@ -294,16 +294,17 @@ class Closure:
                 "that tensor as an argument of func (an extra entry of x), or close over the tensor itself."
             )
 
-    def with_tensors(self, tensors: Tensors) -> Callable[..., Any]:
-        """Return the function with these tensors in place of those it closes over."""
-        if not self.tensors:
-            return self.func
+    def with_tensors(self, tensors: Tensors, method: str = "") -> Callable[..., Any]:
+        """Return the function, or a method of it, with these tensors in place of those it closes over."""
         table = {id(a): b for a, b in zip(self.tensors, tensors, strict=True)}
-        rebuilt = _Walk(table)(self.func)
+        rebuilt = _Walk(table)(self.func) if table else self.func
+        run: Callable[..., Any] = getattr(rebuilt, method) if method else rebuilt
+        if not table:
+            return run
 
         def call(*args: Any) -> Any:
             with _Substitute(table):
-                return rebuilt(*args)
+                return run(*args)
 
         return call
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from torch._C._functorch import TransformType
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from .errors import StructureError, message
+from .errors import StructureError, message, random_loss
 from .implicit import transforms_active
+from .losses import CompositeLoss
 from .tree import (
     Layout,
     Leaves,
@@ -33,7 +34,7 @@ from .tree import (
     paths_of,
 )
 
-__all__ = ["Runner", "Samples", "check_in_dims", "gradient_blocks", "mean_loss", "samples_of"]
+__all__ = ["Runner", "Samples", "check_in_dims", "gradient_blocks", "mean_composite", "mean_loss", "samples_of"]
 
 Dims = tuple[int | None, ...]
 
@@ -58,14 +59,18 @@ class Samples:
         )
         return first, second
 
-    def one(self, leaves: Leaves, rest: Leaves) -> torch.Tensor:
-        """Return the loss of one sample, from tensors without their sample axis."""
+    def call(self, leaves: Leaves, rest: Leaves) -> Any:
+        """Return func's value for one sample, from tensors without their sample axis."""
         if self.keep:
             leaves, rest = (
                 tuple(t if dim is None else t.unsqueeze(dim) for t, dim in zip(ts, dims, strict=True))
                 for ts, dims in zip((leaves, rest), self.dims, strict=True)
             )
-        return check_scalar(self.point.func(*self.point.arguments(leaves, rest)))
+        return self.point.func(*self.point.arguments(leaves, rest))
+
+    def one(self, leaves: Leaves, rest: Leaves) -> torch.Tensor:
+        """Return the loss of one sample, from tensors without their sample axis."""
+        return check_scalar(self.call(leaves, rest))
 
     def single(self, i: int) -> tuple[Leaves, Leaves]:
         """Return the tensors of sample i, without the sample axis."""
@@ -76,13 +81,16 @@ class Samples:
         return first, second
 
 
-def check_in_dims(in_dims: Any, count: int) -> tuple[Any, ...]:
-    """Return ``in_dims`` as a tuple with one entry per argument of func."""
+def check_in_dims(in_dims: Any, count: int, shared: Sequence[int] = ()) -> tuple[Any, ...]:
+    """Return ``in_dims`` as a tuple with one entry per argument of func, None for those at ``shared``."""
     fix = "give one entry per argument of func, parameters included, e.g. in_dims=(None, 0, 0)"
     if not isinstance(in_dims, tuple | list) or hasattr(in_dims, "_fields"):
         raise TypeError(message("in_dims", f"a tuple of {count} entries", repr(in_dims), fix))
     if len(in_dims) != count:
         raise StructureError(message("in_dims", f"{count} entries", f"{len(in_dims)}: {in_dims!r}", fix))
+    if any(in_dims[i] is not None for i in shared):
+        fix = "pass None in in_dims for params: all samples share them"
+        raise StructureError(message("in_dims", f"None at argnums {tuple(shared)}", repr(in_dims), fix))
     return tuple(in_dims)
 
 
@@ -189,10 +197,14 @@ class _Culprit(TorchFunctionMode):
 
 @dataclass
 class Runner:
-    """Applies a function of one sample to blocks of samples. Warns once, where it has to loop."""
+    """Applies a function of one sample to blocks of samples. Warns once, where it has to loop.
+
+    ``knob`` says whether the caller has an argument ``randomness``.
+    """
 
     caller: str
     randomness: str
+    knob: bool = field(default=True, kw_only=True)
     looping: bool = False
     warned: bool = False
     state: list[torch.Tensor] = field(default_factory=list)
@@ -213,7 +225,7 @@ class Runner:
                 return self._mapped(samples, start, stop, mapped)
             except (RuntimeError, NotImplementedError) as error:
                 if "randomness error mode" in str(error):
-                    raise ValueError(self._random()) from None
+                    raise self._random() from None
                 out = self._looped(samples, start, stop, looped)  # an error that is the loss's own comes up here
                 reason = self._reason(samples, start, stop, mapped, error)
                 self._warn(
@@ -247,7 +259,7 @@ class Runner:
                 _restore(self.state)
             each.append(function(*samples.single(i)))
         if self.randomness == "error" and not all(map(torch.equal, before, _random_state())):
-            raise ValueError(self._random())
+            raise self._random()
         return tuple(torch.stack(parts) for parts in zip(*each, strict=True))
 
     def _reason(self, samples: Samples, start: int, stop: int, function: Callable[..., Any], error: Exception) -> str:
@@ -262,9 +274,12 @@ class Runner:
         why = next((why for pattern, why in _REASONS if re.search(pattern, text)), text.split("\n")[0][:120])
         return f"{culprit.name}: {why}" if culprit.name else why
 
-    def _random(self) -> str:
+    def _random(self) -> ValueError:
+        if not self.knob:
+            return random_loss()
         fix = "pass randomness='different' (or 'same' for one draw), or call module.eval()"
-        return message("randomness", "'different' or 'same' for a loss that draws random numbers", "'error'", fix)
+        expected = "'different' or 'same' for a loss that draws random numbers"
+        return ValueError(message("randomness", expected, "'error'", fix))
 
     def _warn(self, text: str) -> None:
         if not self.warned:
@@ -311,6 +326,23 @@ def gradient_blocks(samples: Samples, size: int, runner: Runner) -> Iterator[tup
         yield start, leaves if inside else tuple(leaf.detach() for leaf in leaves)
 
 
+def _over_samples(
+    func: Callable[..., Any], in_dims: Any, keep_batch_dim: bool, runner: Runner, x: tuple[Any, ...]
+) -> Leaves:
+    """Return the outputs [n, ...] of a function of one sample to a tuple of tensors."""
+
+    def without_last(*x: Any) -> Any:
+        return func(*x[:-1])
+
+    # Nothing is differentiated here: an empty tree stands where samples_of expects what is.
+    dims = check_in_dims(in_dims, len(x))
+    samples = samples_of(without_last, (*x, ()), -1, (*dims, None), keep_batch_dim, constant=False)
+    if samples.count == 0:
+        fix = "pass at least one sample"
+        raise StructureError(message("x", "samples to take the mean of", "0 samples", fix))
+    return runner(samples, 0, samples.count, samples.call, samples.call)
+
+
 def mean_loss(func: Callable[..., Any], in_dims: Any, keep_batch_dim: bool = False) -> Callable[..., torch.Tensor]:
     """Return the mean over the samples of a loss of one sample.
 
@@ -328,22 +360,46 @@ def mean_loss(func: Callable[..., Any], in_dims: Any, keep_batch_dim: bool = Fal
     tensor(5.)
     """
     check_callable(func, "func", "the loss of one sample")
-    runner = Runner("mean_loss", "error")
+    runner = Runner("mean_loss", "error", knob=False)
 
-    def without_last(*x: Any) -> Any:
-        return func(*x[:-1])
+    def one(*x: Any) -> tuple[torch.Tensor]:
+        return (check_scalar(func(*x)),)
 
-    def loss(*x: Any) -> torch.Tensor:
-        # Nothing is differentiated here: an empty tree stands where samples_of expects what is.
-        dims = check_in_dims(in_dims, len(x))
-        samples = samples_of(without_last, (*x, ()), -1, (*dims, None), keep_batch_dim, constant=False)
-        if samples.count == 0:
-            fix = "pass at least one sample"
-            raise StructureError(message("x", "samples to take the mean of", "0 samples", fix))
+    return lambda *x: _over_samples(one, in_dims, keep_batch_dim, runner, x)[0].mean()
 
-        def one(leaves: Leaves, rest: Leaves) -> tuple[torch.Tensor]:
-            return (samples.one(leaves, rest),)
 
-        return runner(samples, 0, samples.count, one, one)[0].mean()
+def mean_composite(func: CompositeLoss, in_dims: tuple[Any, ...], keep_batch_dim: bool = False) -> CompositeLoss:
+    """Return the mean over the samples of a loss of one sample in two parts, in two parts: its inner gives all outputs.
 
-    return loss
+    Args:
+        func: loss of one sample, ``func(params, input, *target) -> scalar``.
+        in_dims: sample axis per argument of func; some input must hold samples.
+        keep_batch_dim: give func an axis of size 1 in place of the sample axis.
+
+    >>> loss = CompositeLoss(lambda w, x: w @ x, lambda z, y: (z - y) ** 2)
+    >>> mean_composite(loss, (None, 0, 0))(torch.ones(2), torch.eye(2), torch.tensor([1.0, 3.0]))
+    tensor(2.)
+    """
+    runner = Runner("mean_composite", "error", knob=False)
+
+    def inner(params: Any, inputs: Any) -> Any:
+        structure: list[Any] = []
+
+        def one(*x: Any) -> Leaves:
+            leaves, spec = flatten(func.inner(*x), "inner")
+            structure[:] = [spec]
+            return tuple(leaves)
+
+        outputs = _over_samples(one, in_dims[:2], keep_batch_dim, runner, (params, inputs))
+        return structure[0].unflatten(outputs)
+
+    def outer(output: Any, *targets: Any) -> torch.Tensor:
+        leaves, spec = flatten(output, "inner")
+
+        def one(outputs: Leaves, *target: Any) -> tuple[torch.Tensor]:
+            outputs = tuple(t.squeeze(0) for t in outputs) if keep_batch_dim else outputs  # they have that axis already
+            return (check_scalar(func.outer(spec.unflatten(outputs), *target), "outer"),)
+
+        return _over_samples(one, (0, *in_dims[2:]), keep_batch_dim, runner, (tuple(leaves), *targets))[0].mean()
+
+    return CompositeLoss(inner, outer)

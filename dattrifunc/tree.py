@@ -879,16 +879,16 @@ class Point:
         return max((torch.finfo(dtype).eps for dtype in self.layout.dtypes), default=torch.finfo(self.work_dtype).eps)
 
 
-def check_scalar(value: Any) -> torch.Tensor:
+def check_scalar(value: Any, argument: str = "func") -> torch.Tensor:
     """Return func's value if it is a real 0-d tensor."""
-    fix = "end func with .mean() or .sum()"
+    fix = f"end {argument} with .mean() or .sum()"
     if not isinstance(value, torch.Tensor):
-        raise TypeError(message("func", "a loss that returns a scalar tensor", type(value).__name__, fix))
+        raise TypeError(message(argument, "a loss that returns a scalar tensor", type(value).__name__, fix))
     if value.ndim != 0:
         got = f"shape {tuple(value.shape)}"
-        raise StructureError(message("func", "a loss that returns a scalar tensor (0-d)", got, fix))
+        raise StructureError(message(argument, "a loss that returns a scalar tensor (0-d)", got, fix))
     if not value.is_floating_point():
-        raise DtypeError(message("func", "a real floating point loss", str(value.dtype), "convert it with .float()"))
+        raise DtypeError(message(argument, "a real floating point loss", str(value.dtype), "convert it with .float()"))
     return value
 
 

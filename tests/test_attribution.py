@@ -720,7 +720,7 @@ ROW_ERRORS: list[tuple[str, Any, type[Exception], str]] = [
         "influence-dims",
         run(in_dims=(0, 0, 0)),
         StructureError,
-        r"in_dims: expected None at argnums 0, got .*Fix: pass None",
+        r"in_dims: expected None at argnums \(0,\), got .*Fix: pass None",
     ),
     ("influence-short", run(in_dims=(None, 0)), StructureError, r"in_dims: expected 3 entries, got 2.*Fix: give one"),
     (

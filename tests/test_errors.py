@@ -19,8 +19,13 @@ from test_tree import TREE_ERRORS
 
 import dattrifunc
 from dattrifunc import (
+    CompositeLoss,
     DtypeError,
     StructureError,
+    fvp,
+    fvp_at_x,
+    ggnvp,
+    ggnvp_at_x,
     hessian_matrix,
     hvp,
     hvp_at_x,
@@ -263,6 +268,151 @@ for name, (unbound, bound, knobs) in INVERSES.items():
         *wrong(f"ihvp_{name}", "func", VALUES, lambda func, f=unbound: f(func)((P, X), V)),
         *wrong(f"ihvp_at_x_{name}", "v", VECTORS, lambda v, at=at: at(P, X)(v)),
     ]
+
+# Gauss-Newton and Fisher.
+Y = torch.ones(4, 3)
+WHOLE = (None, 0)
+
+
+def predict(p, x):
+    CALLS.append(1)
+    return x @ p["w"] + p["b"]
+
+
+COMPOSITE = CompositeLoss(predict, lambda z, y: (z - y).pow(2).mean())
+NO_COMPOSITE = [
+    (
+        "int",
+        3,
+        TypeError,
+        r"loss: expected a CompositeLoss, got int. Fix: pass CompositeLoss\(inner, outer\), with l",
+    ),
+    (
+        "function",
+        loss,
+        TypeError,
+        r"loss: expected a CompositeLoss, got function. Fix: pass CompositeLoss\(inner, outer",
+    ),
+]
+OF_TARGET = [
+    (n, ValueError, r"argnums: expected arguments of inner \(0 for params, 1 for inputs\), got .*, a target. Fix: diff")
+    for n in (2, -1, (0, 2), (2,))
+]
+COMPOSITE_ARGUMENTS = [
+    ("none", (), StructureError, r"x: expected at least one argument, got none. Fix"),
+    ("too few", (P,), TypeError, r"x: expected the arguments of func\(params.*, got 1 \(missing .*'inputs'\). Fix"),
+    ("no target", (P, X), TypeError, r"x: expected inner's output and the targets, .*outer\(z, y\), got 1 \(missing"),
+    ("targets", (P, X, Y, Y), TypeError, r"x: expected inner's output and the targets, .*, got 3 \(too many"),
+    ("int", ({**P, "w": torch.ones(2, 3).int()}, X, Y), DtypeError, r"leaf 'w': .* got torch.int32. Fix: .*partition"),
+]
+OUTPUTS = [  # what inner may return
+    ("none", lambda *_: None, StructureError, r"inner: expected a function that returns floating .*, got one that ret"),
+    ("number", lambda *_: 1.0, TypeError, r"inner: expected a function that .*, got one that returns float. Fix: ret"),
+    ("int", lambda *_: Y.int(), DtypeError, r"inner: expected .*, got one that returns torch.int32. Fix: return only"),
+]
+SCALARS = [  # what outer may return
+    (
+        "vector",
+        lambda z, _: z.sum(0),
+        StructureError,
+        r"outer: expected a loss .*, got shape \(3,\). Fix: end outer with",
+    ),
+    ("number", lambda *_: 1.0, TypeError, r"outer: expected a loss that returns a scalar tensor, got float. Fix"),
+    ("random", lambda z, _: torch.dropout(z, 0.5, True).sum(), ValueError, r"func: .* random .* module.eval"),
+]
+SAMPLE_DIMS = [
+    (0, TypeError, r"in_dims: expected a tuple of 2 entries, got 0. Fix: give one entry per argument of func, param"),
+    (None, TypeError, r"in_dims: expected a tuple of 2 entries, got None. Fix"),
+    ((None, 0, 0), StructureError, r"in_dims: expected 2 entries, got 3: \(None, 0, 0\). Fix"),
+    (
+        (0, 0),
+        StructureError,
+        r"in_dims: expected None at argnums \(0,\), got \(0, 0\). Fix: pass None in in_dims for par",
+    ),
+    (
+        (None, None),
+        StructureError,
+        r"in_dims: expected a sample axis in at least one argument, got \(None, None\). Fix",
+    ),
+    ((None, 2), StructureError, r"x\[1\]: expected a tensor with sample axis 2, got shape \(4, 2\). Fix"),
+    ((None, "a"), (StructureError, TypeError), r"in_dims\[1\]: expected .*, got 'a'. Fix"),
+]
+NO_SAMPLES = r"x: expected at least one sample, got 0. Fix: pass data, or check in_dims"
+KEEP = r"keep_batch_dim: expected True or False, got 1. Fix"
+EARLY += [
+    *wrong("ggnvp", "loss", NO_COMPOSITE, ggnvp),
+    *wrong_knobs("ggnvp", lambda **knobs: ggnvp(COMPOSITE, **knobs), *COMMON),
+    *wrong("fvp", "func", FUNCS, lambda f: fvp(f, in_dims=WHOLE)),
+    *wrong_knobs("fvp", lambda **knobs: fvp(loss, in_dims=WHOLE, **knobs), *COMMON),
+    *wrong("ihvp_cg", "loss", NO_COMPOSITE, lambda f: ihvp_cg(f, product=ggnvp_at_x)),
+    (
+        "CompositeLoss inner",
+        lambda: CompositeLoss(3, loss),
+        TypeError,
+        r"inner: expected a function, got int. Fix: pass the model, inner\(params, inputs\) -> output",
+    ),
+    ("CompositeLoss inner none", lambda: CompositeLoss(None, loss), TypeError, "inner: expected a function, got None"),
+    ("CompositeLoss inner dict", lambda: CompositeLoss(P, loss), TypeError, "inner: expected a function, got dict"),
+    (
+        "CompositeLoss outer",
+        lambda: CompositeLoss(loss, 3),
+        TypeError,
+        r"outer: expected a function, got int. Fix: pass",
+    ),
+    (
+        "CompositeLoss outer x",
+        lambda: CompositeLoss(loss, X),
+        TypeError,
+        r"outer: expected a function, got Tensor. Fix",
+    ),
+    ("CompositeLoss outer none", lambda: CompositeLoss(loss, None), TypeError, "outer: expected a function, got None"),
+]
+DOOR += [
+    *wrong("ggnvp", "x", NO_TUPLE, lambda x: ggnvp(COMPOSITE)(x, V)),
+    *wrong("ggnvp", "x", COMPOSITE_ARGUMENTS, lambda x: ggnvp(COMPOSITE)(x, V)),
+    *wrong("ggnvp", "v", VECTORS, lambda v: ggnvp(COMPOSITE)((P, X, Y), v)),
+    *wrong("ggnvp", "argnums", OF_TARGET, lambda n: ggnvp(COMPOSITE, n)((P, X, Y), V)),
+    *wrong("ggnvp_at_x", "loss", NO_COMPOSITE, lambda f: ggnvp_at_x(f, (P, X, Y))),
+    *wrong("ggnvp_at_x", "x", NO_TUPLE, lambda x: ggnvp_at_x(COMPOSITE, x)),
+    *wrong("ggnvp_at_x", "x", COMPOSITE_ARGUMENTS, lambda x: ggnvp_at_x(COMPOSITE, x)),
+    *wrong("ggnvp_at_x", "argnums", OF_TARGET, lambda n: ggnvp_at_x(COMPOSITE, (P, X, Y), n)),
+    *wrong_knobs("ggnvp_at_x", lambda **knobs: ggnvp_at_x(COMPOSITE, (P, X, Y), **knobs), *COMMON),
+    *wrong("fvp", "x", NO_TUPLE, lambda x: fvp(loss, in_dims=WHOLE)(x, V)),
+    *wrong("fvp", "x", ARGUMENTS, lambda x: fvp(loss, in_dims=WHOLE)(x, V)),
+    *wrong("fvp", "v", VECTORS, lambda v: fvp(loss, in_dims=WHOLE)((P, X), v)),
+    *wrong("fvp", "in_dims", SAMPLE_DIMS, lambda dims: fvp(loss, in_dims=dims)((P, X), V)),
+    *wrong("fvp_at_x", "func", FUNCS, lambda f: fvp_at_x(f, (P, X), in_dims=WHOLE)),
+    *wrong("fvp_at_x", "x", NO_TUPLE, lambda x: fvp_at_x(loss, x, in_dims=WHOLE)),
+    *wrong("fvp_at_x", "x", ARGUMENTS, lambda x: fvp_at_x(loss, x, in_dims=WHOLE)),
+    *wrong("fvp_at_x", "argnums", OUT, lambda n: fvp_at_x(loss, (P, X), n, in_dims=WHOLE)),
+    *wrong("fvp_at_x", "in_dims", SAMPLE_DIMS, lambda dims: fvp_at_x(loss, (P, X), in_dims=dims)),
+    *wrong("ihvp_at_x_cg", "in_dims", SAMPLE_DIMS, lambda d: ihvp_at_x_cg(loss, P, X, product=fvp_at_x, in_dims=d)),
+    *wrong_knobs("fvp_at_x", lambda **knobs: fvp_at_x(loss, (P, X), in_dims=WHOLE, **knobs), *COMMON),
+    ("fvp_at_x empty", lambda: fvp_at_x(loss, (P, X[:0]), in_dims=WHOLE), StructureError, NO_SAMPLES),
+    ("fvp_at_x keep", lambda: fvp_at_x(loss, (P, X), in_dims=WHOLE, keep_batch_dim=1), TypeError, KEEP),
+    *[
+        (
+            f"{name} {word} {product.__name__}",
+            lambda f=f, func=func, x=x, product=product, given=given: f(func, *x, product=product, **given),
+            TypeError,
+            rf"{word}: expected no {word} for a product that takes func as it stands, got .*Fix: leave it out, or pass",
+        )
+        for name, f in (("ihvp_at_x_cg", ihvp_at_x_cg), ("ihvp_at_x_explicit", ihvp_at_x_explicit))
+        for product, func, x in ((hvp_at_x, loss, (P, X)), (ggnvp_at_x, COMPOSITE, (P, X, Y)))
+        for word, given in (
+            ("in_dims", {"in_dims": (None, *[0] * (len(x) - 1))}),
+            ("keep_batch_dim", {"keep_batch_dim": True}),
+        )
+    ],
+]
+LATE += [
+    *wrong("ggnvp_at_x", "inner", OUTPUTS, lambda f: ggnvp_at_x(CompositeLoss(f, COMPOSITE.outer), (P, X, Y))),
+    *wrong("ggnvp", "outer", SCALARS, lambda f: ggnvp(CompositeLoss(predict, f))((P, X, Y), V)),
+    *wrong("ggnvp_at_x", "v", VECTORS, lambda v: ggnvp_at_x(COMPOSITE, (P, X, Y))(v)),
+    *wrong("fvp_at_x", "v", VECTORS, lambda v: fvp_at_x(loss, (P, X), in_dims=WHOLE)(v)),
+    *wrong("fvp", "func", VALUES[1:4], lambda f: fvp(f, in_dims=WHOLE)((P, X), V)),
+    *wrong("fvp_at_x", "func", VALUES[1:], lambda f: fvp_at_x(f, (P, X), in_dims=WHOLE)),
+]
 
 FEW = r"batch_size: expected at most the number of samples \(4\), got 5. Fix: pass batch_size <= 4"
 COUNTS = r"x: expected the same number of samples in each .* got .*4.*5.*\. Fix: pass in_dims with None for what holds"
@@ -510,7 +660,20 @@ def test_a_matrix_acts_on_the_flat_vector():
 def test_every_public_call_has_six_wrong_calls():
     """Counted by the first word of a case's name; rows and scores name theirs by argument, and are counted together."""
     names = Counter(re.split(r"[ .]", case[0].removeprefix("solvers."))[0] for case in [*CALL_ERRORS, *TREE_ERRORS])
-    here = {"hvp", "hvp_at_x", "hessian_matrix", "Layout", "ravel", "partition", "combine"}
+    here = {
+        "hvp",
+        "hvp_at_x",
+        "ggnvp",
+        "ggnvp_at_x",
+        "fvp",
+        "fvp_at_x",
+        "CompositeLoss",
+        "hessian_matrix",
+        "Layout",
+        "ravel",
+        "partition",
+        "combine",
+    }
     here |= {f"{form}{name}" for form in ("ihvp_", "ihvp_at_x_") for name in INVERSES}
     assert {name: names[name] for name in here | set(SOLVERS) if names[name] < 6} == {}
     rows = {"RowStore", "grad_rows", "per_sample_grads", "influence", "scores", "self_scores", "top_k"}

@@ -14,7 +14,21 @@ import torch.nn.functional as F
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import dattrifunc
-from dattrifunc import hvp, hvp_at_x, ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_cg, ihvp_explicit, ihvp_lissa, solvers
+from dattrifunc import (
+    CompositeLoss,
+    fvp,
+    fvp_at_x,
+    ggnvp,
+    ggnvp_at_x,
+    hvp,
+    hvp_at_x,
+    ihvp_at_x_cg,
+    ihvp_at_x_explicit,
+    ihvp_cg,
+    ihvp_explicit,
+    ihvp_lissa,
+    solvers,
+)
 
 P, N, LAM = 3, 5, 0.1
 GENERATOR = torch.Generator().manual_seed(0)
@@ -43,6 +57,80 @@ def multiply(w, v, x):
 
 def divide(w, v, x):
     return torch.linalg.solve(matrix(w, x), v)
+
+
+def model(w, x):
+    return {"z": x @ w, "pen": (torch.tanh(w), w**2)}
+
+
+def value(out, y):
+    z, (first, second) = out["z"], out["pen"]
+    return (torch.log1p(torch.exp(z)) - y * z).mean() + 0.5 * (first**2).sum() + 0.1 * (second**2).sum()
+
+
+COMPOSITE = CompositeLoss(model, value)
+
+
+def gauss_newton(w, x):
+    """Written out: the Jacobian of each output, and the Hessian of each part of outer by hand."""
+    s = torch.sigmoid(x @ w)
+    d = 1 - torch.tanh(w) ** 2
+    return (x.T * (s * (1 - s) / N)) @ x + torch.diag(d**2 + 0.8 * w**2 + LAM)
+
+
+def one_loss(w, x, y):
+    z = x @ w
+    return torch.log1p(torch.exp(z)) - y * z + 0.5 * (w**2).sum() + 0.1 * (w**4).sum()
+
+
+def fisher(w, x):
+    """Written out: the gradients by hand."""
+    g = (torch.sigmoid(x @ w) - Y)[:, None] * x + w + 0.4 * w**3
+    return g.T @ g / N + LAM * torch.eye(P, dtype=torch.float64)
+
+
+IN_DIMS = {"in_dims": (None, 0, 0)}
+SAMPLED = {"product": fvp_at_x, "regularization": LAM}
+COMPOSED = {"product": ggnvp_at_x, "regularization": LAM}
+
+
+def times(matrix):
+    return lambda w, v, x: matrix(w, x) @ v
+
+
+def over(matrix):
+    return lambda w, v, x: torch.linalg.solve(matrix(w, x), v)
+
+
+def fisher_closure(w, v, x):
+    """One argument holds the samples, the others are closed over."""
+    f = fvp(lambda q, i: one_loss(q, x.index_select(0, i)[0], Y.index_select(0, i)[0]), in_dims=(None, 0))
+    return f((w, torch.arange(N)[:, None]), v) + LAM * v
+
+
+def composite_closure(w, v, x):
+    f = ggnvp(CompositeLoss(lambda q, _: model(q, x), lambda z: value(z, Y)), regularization=LAM)
+    return f((w, None), v)
+
+
+def fisher_by_a_foreign_product(w, v, x):
+    def product(func, x, argnums=0, mode="rev-rev", regularization=0.0, *, chunk_size=None, in_dims, keep_batch_dim):  # noqa: ARG001
+        g = vmap(grad(func, argnums), in_dims)(*x)
+        return lambda v: v @ (g.T @ g) / len(g) + regularization * v
+
+    return ihvp_cg(one_loss, tol=1e-13, regularization=LAM, product=product, **IN_DIMS)((w, x, Y), v)
+
+
+def fisher_by_lissa(w, v, x):
+    f = ihvp_lissa(
+        lambda *sample: 0.2 * one_loss(*sample),
+        batch_size=N,
+        scaling=3.5,
+        recursion_depth=80,
+        product=fvp_at_x,
+        regularization=1.0,
+    )
+    return f((w, x, Y), v)
 
 
 def by_closure(w, v, x):
@@ -84,6 +172,30 @@ MAPS = {
     "hvp": (lambda w, v, x: hvp(loss, regularization=LAM)((w, x, Y), v), multiply),
     "hvp rev-fwd": (lambda w, v, x: hvp(loss, mode="rev-fwd", regularization=LAM)((w, x, Y), v), multiply),
     "hvp closure": (lambda w, v, x: hvp(lambda q: loss(q, x, Y), regularization=LAM)((w,), v), multiply),
+    "ggnvp": (lambda w, v, x: ggnvp(COMPOSITE, regularization=LAM)((w, x, Y), v), times(gauss_newton)),
+    "ggnvp rev-fwd": (
+        lambda w, v, x: ggnvp(COMPOSITE, mode="rev-fwd", regularization=LAM)((w, x, Y), v),
+        times(gauss_newton),
+    ),
+    "ggnvp closure": (composite_closure, times(gauss_newton)),
+    "fvp": (lambda w, v, x: fvp(one_loss, regularization=LAM, **IN_DIMS)((w, x, Y), v), times(fisher)),
+    "fvp chunks": (
+        lambda w, v, x: fvp(one_loss, regularization=LAM, chunk_size=2, **IN_DIMS)((w, x, Y), v),
+        times(fisher),
+    ),
+    "fvp rev-fwd": (
+        lambda w, v, x: fvp(one_loss, mode="rev-fwd", regularization=LAM, **IN_DIMS)((w, x, Y), v),
+        times(fisher),
+    ),
+    "fvp closure": (fisher_closure, times(fisher)),
+    "ihvp_cg ggnvp": (lambda w, v, x: ihvp_cg(COMPOSITE, tol=1e-13, **COMPOSED)((w, x, Y), v), over(gauss_newton)),
+    "ihvp_cg fvp": (lambda w, v, x: ihvp_cg(one_loss, tol=1e-13, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
+    "ihvp_explicit fvp": (lambda w, v, x: ihvp_explicit(one_loss, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
+    "ihvp_lissa fvp": (
+        fisher_by_lissa,
+        over(lambda w, x: 0.04 * fisher(w, x) + (1 - 0.04 * LAM) * torch.eye(P).double()),
+    ),
+    "ihvp_cg foreign product over samples": (fisher_by_a_foreign_product, over(fisher)),
     "ihvp_explicit": (lambda w, v, x: ihvp_explicit(loss, regularization=LAM)((w, x, Y), v), divide),
     "ihvp_cg": (lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM)((w, x, Y), v), divide),
     "ihvp_cg rev-fwd": (
@@ -179,6 +291,21 @@ def test_equals_the_dense_formula(name, transform):
 BOUND = {
     "hvp_at_x": (lambda w, x: hvp_at_x(loss, (w, x, Y), regularization=LAM), multiply),
     "hvp_at_x rev-fwd": (lambda w, x: hvp_at_x(loss, (w, x, Y), mode="rev-fwd", regularization=LAM), multiply),
+    "ggnvp_at_x": (lambda w, x: ggnvp_at_x(COMPOSITE, (w, x, Y), regularization=LAM), times(gauss_newton)),
+    "ggnvp_at_x rev-fwd": (
+        lambda w, x: ggnvp_at_x(COMPOSITE, (w, x, Y), mode="rev-fwd", regularization=LAM),
+        times(gauss_newton),
+    ),
+    "fvp_at_x": (lambda w, x: fvp_at_x(one_loss, (w, x, Y), regularization=LAM, **IN_DIMS), times(fisher)),
+    "fvp_at_x rev-fwd": (
+        lambda w, x: fvp_at_x(one_loss, (w, x, Y), mode="rev-fwd", regularization=LAM, chunk_size=2, **IN_DIMS),
+        times(fisher),
+    ),
+    "ihvp_at_x_cg fvp": (
+        lambda w, x: ihvp_at_x_cg(one_loss, w, x, Y, tol=1e-13, **SAMPLED, **IN_DIMS),
+        over(fisher),
+    ),
+    "ihvp_at_x_explicit ggnvp": (lambda w, x: ihvp_at_x_explicit(COMPOSITE, w, x, Y, **COMPOSED), over(gauss_newton)),
     "ihvp_at_x_cg": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
     "ihvp_at_x_explicit": (lambda w, x: ihvp_at_x_explicit(loss, w, x, Y, regularization=LAM), divide),
     "ihvp_at_x_lissa": (
@@ -236,7 +363,7 @@ def test_info_passes_through_vmap(name):
 
 @pytest.mark.fault("F85")
 @pytest.mark.parametrize("order", ["grad", "jvp", "jacrev of vmap v", "grad of vmap w"])
-@pytest.mark.parametrize("name", ["hvp", "ihvp_cg"])
+@pytest.mark.parametrize("name", ["hvp", "ggnvp", "fvp", "ihvp_cg", "ihvp_cg fvp"])
 def test_derivatives_through_norm_layers(name, order):
     """A derivative taken outside a vmap through layer_norm is wrong in torch itself: ours are taken row by row.
 
@@ -254,26 +381,41 @@ def test_derivatives_through_norm_layers(name, order):
         return {k: torch.randn(s, dtype=torch.float64, generator=generator) for k, s in shapes.items()}
 
     p, tangent, vectors = draw(), draw(), [draw(), draw()]
-    knobs = {"tol": 1e-13, "regularization": 20.0} if name == "ihvp_cg" else {}
-    f = getattr(dattrifunc, name)(norm_loss, **knobs)
+
+    def norm_model(p, x):
+        return torch.tanh(F.layer_norm(x @ p["a"].T, (3,), p["g"], p["b"])), p
+
+    def of_output(out):
+        return (out[0] ** 4).sum(-1).mean() + sum((t**2).sum() for t in out[1].values())
+
+    solving = {"tol": 1e-13, "regularization": 20.0}
+    f, *arguments = {
+        "hvp": lambda: (hvp(norm_loss), X),
+        "ggnvp": lambda: (ggnvp(CompositeLoss(norm_model, of_output)), X),
+        "fvp": lambda: (fvp(norm_loss, in_dims=(None, 0)), X),
+        "ihvp_cg": lambda: (ihvp_cg(norm_loss, **solving), X),
+        "ihvp_cg fvp": lambda: (ihvp_cg(norm_loss, product=fvp_at_x, in_dims=(None, 0), **solving), X),
+    }[name]()
     batch = {k: torch.stack([v[k] for v in vectors]) for k in shapes}
 
     def total(u):
         return sum(t.sin().sum() for t in u.values())
 
     def loop(q):
-        return sum(total(f((q, X), v)) for v in vectors)
+        return sum(total(f((q, *arguments), v)) for v in vectors)
 
     if order == "grad":
-        got, want = grad(lambda q: total(f((q, X), batch)))(p), grad(loop)(p)
+        got, want = grad(lambda q: total(f((q, *arguments), batch)))(p), grad(loop)(p)
     elif order == "jvp":
-        got, want = jvp(lambda q: total(f((q, X), batch)), (p,), (tangent,))[1], jvp(loop, (p,), (tangent,))[1]
+        got, want = jvp(lambda q: total(f((q, *arguments), batch)), (p,), (tangent,))[1], jvp(loop, (p,), (tangent,))[1]
     elif order == "jacrev of vmap v":
-        got, want = jacrev(lambda q: total(vmap(lambda v: f((q, X), v))(batch)))(p), grad(loop)(p)
+        got, want = jacrev(lambda q: total(vmap(lambda v: f((q, *arguments), v))(batch)))(p), grad(loop)(p)
     else:
         both = {k: torch.stack([p[k], p[k] + 0.1]) for k in shapes}
-        got = grad(lambda qq: total(vmap(lambda q: f((q, X), vectors[0]))(qq)))(both)
-        each = [grad(lambda q: total(f((q, X), vectors[0])))({k: both[k][i] for k in shapes}) for i in range(2)]
+        got = grad(lambda qq: total(vmap(lambda q: f((q, *arguments), vectors[0]))(qq)))(both)
+        each = [
+            grad(lambda q: total(f((q, *arguments), vectors[0])))({k: both[k][i] for k in shapes}) for i in range(2)
+        ]
         want = {k: torch.stack([e[k] for e in each]) for k in shapes}
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 

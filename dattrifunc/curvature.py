@@ -6,6 +6,7 @@ tensors. ``Curvature`` batches it over vectors, lifts it over the vmaps that x w
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from . import implicit
 from .autodiff import Map, Product, hessian, sandwich
 from .errors import DtypeError, StructureError, message, random_loss
 from .losses import CompositeLoss
+from .operators import corrected
 from .samples import Runner, Samples, check_in_dims, gradient_blocks, samples_of
 from .tree import (
     Layout,
@@ -34,6 +36,7 @@ from .tree import (
     check_scalar,
     flatten,
     flatten_like,
+    is_plain,
 )
 
 __all__ = ["RULES", "BoundProduct", "Curvature", "Rule", "bound", "check_func", "check_product_knobs", "curvature"]
@@ -64,6 +67,7 @@ class Curvature(implicit.System):
     closure: implicit.Closure = field(kw_only=True)
     in_dims: Any = field(kw_only=True, default=None)
     samples: Samples | None = field(kw_only=True, default=None)
+    norms: bool = field(kw_only=True, default=False)  # write norm layers out, for derivatives of C
     runner: Runner = field(kw_only=True)
 
     @property
@@ -101,8 +105,14 @@ class Curvature(implicit.System):
         return self.point.arguments(leaves, rest)
 
     def func(self, tensors: Leaves, method: str = "") -> Callable[..., Any]:
-        """Return func, or a method of it, with the captured tensors in their places."""
-        return self.closure.with_tensors(self.parts(tensors)[2], method)
+        """Return func, or a method of it, with the captured tensors in their places, and right derivatives."""
+        own = self.closure.with_tensors(self.parts(tensors)[2], method)
+
+        def run(*args: Any) -> Any:
+            with corrected(self.norms):
+                return own(*args)
+
+        return run
 
     def samples_at(self, tensors: Leaves) -> Samples:
         """Return the samples (without levels)."""
@@ -127,7 +137,7 @@ class Curvature(implicit.System):
         if rule is None:
             return self._foreign(tensors, exact)
         if exact:
-            return rule.build(self, tensors, "rev-rev", False, exact=True)
+            return rule.build(replace(self, norms=True), tensors, "rev-rev", False, exact=True)
         hold = not self.levels and self.hold
         product = _one_value(lambda: rule.build(self, tensors, self.mode, hold, exact=False), tensors)
         if hold or self.mode == "rev-rev":
@@ -244,6 +254,9 @@ def _to(leaves: Leaves, devices: Sequence[torch.device]) -> Leaves:
 
 def _one_value(run: Callable[[], Result], tensors: Leaves) -> Result:
     """Run what evaluates the loss, and refuse a loss that draws random numbers: it has no one Hessian."""
+    if torch.is_inference_mode_enabled() and not _differentiates_in_inference_mode():
+        fix = "use torch.no_grad(), or a newer torch"
+        raise RuntimeError(message("torch", "one that differentiates in inference_mode", torch.__version__, fix))
     cuda = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
 
     def state() -> list[torch.Tensor]:
@@ -259,6 +272,14 @@ def _one_value(run: Callable[[], Result], tensors: Leaves) -> Result:
     if not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True)):
         raise random_loss()
     return out
+
+
+@functools.cache
+def _differentiates_in_inference_mode() -> bool:
+    """Say whether torch.func does in inference_mode what it does outside (torch 2.4 gives zeros)."""
+    with torch.inference_mode():
+        at = torch.tensor(2.0)
+        return bool(torch.func.grad(torch.func.grad(lambda t: t**3))(at) == 12)
 
 
 def check_product_knobs(argnums: Any, mode: Any, regularization: Any, chunk_size: Any) -> float:
@@ -388,11 +409,33 @@ def bound(system: Curvature, tensors: Leaves) -> tuple[implicit.System, Leaves]:
     if implicit.transforms_active():
         return system, tensors
     if not system.inverse:
-        matvec = system.matvec(tensors)
+        with torch.no_grad():
+            matvec = system.matvec(tensors)
         return implicit.Held(run=lambda rows: (matvec(rows),)), ()
     assert system.solve is not None
-    run = system.solve(system, tensors)
+    with torch.no_grad():
+        run = system.solve(system, tensors)
     return implicit.Held(inverse=True, run=run, quiet=system.quiet, notes=system.notes), ()
+
+
+class Unchanged:
+    """The data of a bound form, which is not copied: a change in place would be seen by half of what is held."""
+
+    def __init__(self, system: Curvature) -> None:
+        tensors = (*system.point.rest, *system.closure.reached)
+        watched = [t for t in tensors if is_plain(t) and not t.is_inference()]
+        self._versions = [(t, t._version) for t in watched]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a tensor was changed in place."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                expected, got = (
+                    "the data as it was when x was bound",
+                    f"a tensor of shape {tuple(tensor.shape)} changed",
+                )
+                fix = "bind again after changing data in place, or pass a clone"
+                raise RuntimeError(message("x", expected, f"{got} in place", fix))
 
 
 class BoundProduct:
@@ -405,11 +448,13 @@ class BoundProduct:
     @implicit.eager
     def __init__(self, system: Curvature, tensors: Leaves) -> None:
         self.point = system.point
+        self._data = Unchanged(system)
         self._system, self._tensors = bound(system, tensors)
 
     @implicit.eager
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the products of flat rows [k, p], in the layout's columns."""
+        self._data.check()
         return implicit.apply(self._system, rows, self._tensors)[0]
 
     @implicit.eager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import implicit, solvers
-from .curvature import RULES, Curvature, bound, check_func, check_product_knobs, curvature
+from .curvature import RULES, Curvature, Unchanged, bound, check_func, check_product_knobs, curvature
 from .errors import StructureError, message
 from .losses import CompositeLoss
 from .products import hvp_at_x
@@ -139,6 +139,7 @@ class _BoundSolve:
         self._memory: dict[str, Any] = {}
         self._held = self._hold(inverse.make(self._count, self._memory))
         self.point = self._system.point
+        self._data = Unchanged(self._system)
 
     def _hold(self, method: Method) -> tuple[Method, implicit.System, Leaves]:
         system = replace(self._system, solve=method.rule)
@@ -156,6 +157,7 @@ class _BoundSolve:
     @implicit.eager
     def __call__(self, v: Tree) -> Any:
         """Return the inverse product with v, in v's shapes; with ``has_aux``, ``(u, SolveInfo)``."""
+        self._data.check()
         method, held, tensors = self._held
         if method.random:  # every call draws anew
             method, held, tensors = self._hold(self._inverse.make(self._count, self._memory))

@@ -15,6 +15,8 @@ derivatives there (torch 2.13).
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import threading
 import types
@@ -125,7 +127,8 @@ class Held(System):
 def apply(system: System, rows: torch.Tensor, tensors: Tensors = ()) -> tuple[torch.Tensor, ...]:
     """Return the map's outputs for rows [k, p]: the value, and the fields of Raw where it is a solve."""
     if not transforms_active() and not _wants_grad((rows, *tensors)):
-        return system.forward(rows, tensors)
+        with torch.no_grad():  # func may hide a tensor that requires grad: no graph grows with the iterations
+            return system.forward(rows, tensors)
     outputs: tuple[torch.Tensor, ...] = _Linear.apply(system, rows, *tensors)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -276,17 +279,31 @@ class Closure:
         self.func = func
         self.tensors: Tensors = ()
         inside = transforms_active()
-        if not inside and not torch.is_grad_enabled():
-            return
         seen = _Walk({})
         seen(func)
+        self.reached = tuple(seen.found)  # every tensor found, followed or not
+        if not inside and not torch.is_grad_enabled():
+            return
         live = [t for t in seen.found if _followed(t)]
         owned = {id(t): t for t in seen.owned if _followed(t)}
         if not inside and not live and not owned:
             return
         with _Record(owned) as record, torch.enable_grad():
-            out = call()
+            try:
+                out = call()
+            except RuntimeError as error:  # an operator that vmap cannot take, which is dealt with elsewhere
+                if "Batching rule not implemented" not in str(error):
+                    raise
+                out = None
         self.tensors = (*live, *record.used.values())
+        after, known = _Walk({}), {id(t) for t in seen.found}
+        after(func)
+        if any(_followed(t) and id(t) not in known for t in after.found):
+            raise RuntimeError(
+                "func: expected a function that keeps nothing from call to call, got one that stores a tensor made "
+                "from one that a transform maps or differentiates. Fix: compute it anew in each call, or pass it as an "
+                "argument of func (an extra entry of x)."
+            )
         if inside and _levels(out) - set().union(*(_levels(t) for t in (*given, *self.tensors)), set()):
             raise RuntimeError(
                 "func: expected a function of tensors that it is given, or closes over in a way that can be "
@@ -339,25 +356,45 @@ class _Walk:
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.MethodType):
-            owner = self(value.__self__)
+            owner = self._object(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if type(value) is dict:
+        if isinstance(value, dict):
             return self._dict(value)
-        if type(value) in (list, tuple):
+        if isinstance(value, list | tuple):
             items = [self(item) for item in value]
-            return value if _same(items, value) else type(value)(items)
-        if callable(value) and not isinstance(value, type) and type(getattr(value, "__dict__", None)) is dict:
-            attributes = self._dict(vars(value))
-            if attributes is vars(value):
+            if _same(items, value):
                 return value
-            twin = object.__new__(type(value))
-            twin.__dict__.update(attributes)
-            return twin
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value) or callable(value):
+            return self._object(value)
         return value
+
+    def _object(self, value: Any) -> Any:
+        """Rebuild a plain object; one that cannot be copied stands as it is (and its tensors are then missed)."""
+        if isinstance(value, torch.nn.Module):
+            return self(value)
+        if isinstance(value, type | types.ModuleType) or type(getattr(value, "__dict__", None)) is not dict:
+            return value
+        attributes = self._dict(vars(value))
+        if attributes is vars(value):
+            return value
+        try:
+            twin = copy.copy(value)
+        except Exception:  # anything may stand in the way of a copy
+            return value
+        if twin is not value:
+            vars(twin).update(attributes)
+        return twin
 
     def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
         items = {key: self(item) for key, item in value.items()}
-        return value if _same(items.values(), value.values()) else items
+        if _same(items.values(), value.values()):
+            return value
+        if type(value) is dict:
+            return items
+        twin = copy.copy(value)
+        twin.update(items)
+        return twin
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         cells = value.__closure__ or ()

@@ -326,7 +326,7 @@ def test_lissa_needs_the_largest_batch_curvature():
     u, info = solvers.lissa(per_sample(x), torch.ones(1), scaling=6.0, recursion_depth=200, **knobs)
     assert u.isfinite().all()
     assert info.status == Status.DIVERGED
-    u, info = solvers.lissa(per_sample(x), torch.ones(1), scaling="auto", recursion_depth=2000, num_repeat=50, **knobs)
+    u, info = solvers.lissa(per_sample(x), torch.ones(1), scaling="auto", recursion_depth=500, num_repeat=800, **knobs)
     assert info.status != Status.DIVERGED
     assert abs(u.item() - 0.1) < 0.02
 
@@ -455,3 +455,63 @@ def test_warnings_come_from_the_product_forms_only():
     loss = lambda t: 0.5 * t @ h @ t  # noqa: E731
     with pytest.warns(ConvergenceWarning, match=r"cg: 1 of 2 right-hand sides not solved; worst .*tol"):
         ihvp_at_x_cg(loss, h[0], max_iter=2)(torch.stack([h[0], 0 * h[0]]))
+
+
+@pytest.mark.parametrize("name", ["cg", "explicit"])
+@pytest.mark.parametrize(("curvature", "v"), [(1e-10, 1e30), (1e25, 1e-30)])
+def test_an_answer_beyond_the_dtype_is_flagged(name, curvature, v):
+    """The unit problem is solved, but u overflows or vanishes when it is scaled back."""
+    u, info = solve(name, torch.eye(2) * curvature, torch.full((2,), v))
+    assert not info.converged
+    assert info.status == Status.NONFINITE
+    assert u.isnan().all()
+    u, info = solve(name, torch.eye(2, dtype=torch.float16) * 1e-3, torch.full((2,), 3e4, dtype=torch.float16))
+    assert info.status == Status.NONFINITE
+
+
+@pytest.mark.parametrize("name", ["cg", "explicit"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_residual_is_that_of_the_rounded_answer(name, dtype):
+    h, b = torch.diag(torch.tensor([3.0, 7.0], dtype=dtype)), torch.ones(2, dtype=dtype)
+    u, info = solve(name, h, b)
+    true = torch.linalg.vector_norm(b.float() - (h @ u).float()) / b.float().norm()
+    torch.testing.assert_close(info.residual, true, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matrices_that_are_not_symmetric_are_refused(name):
+    h = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
+    with pytest.raises(ValueError, match=r"matvec: expected a symmetric matrix, got one that differs .*Fix:"):
+        getattr(solvers, name)(h, torch.ones(2), **NAMES[name])
+    with pytest.raises(ValueError, match="expected a symmetric matrix"):
+        solvers.explicit(lambda v: h @ v, torch.ones(2))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e20, 1e30])
+def test_lissa_auto_scaling_at_any_scale(scale):
+    u = solvers.lissa(lambda v: scale * v, torch.full((2,), scale), scaling="auto", recursion_depth=50).value
+    torch.testing.assert_close(u, torch.ones(2))
+
+
+def test_lissa_auto_scaling_without_curvature():
+    u, info = solvers.lissa(lambda v: 0 * v, torch.ones(2), scaling="auto", recursion_depth=50)
+    assert info.status == Status.SINGULAR
+    assert not info.converged
+    assert u.isfinite().all()
+
+
+def test_lissa_auto_scaling_sees_every_sample():
+    """With batches that do not divide the data, the samples left over may be those that matter."""
+    x = torch.ones(7)
+    x[3] = 100.0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        knobs = {"num_samples": 7, "batch_size": 4, "scaling": "auto", "recursion_depth": 200, "generator": generator}
+        info = solvers.lissa(per_sample(x), torch.ones(1), **knobs).info
+        assert info.status != Status.DIVERGED
+
+
+def test_lissa_with_all_samples_in_a_batch():
+    f = lambda v, index: v * torch.tensor([1.0, 3.0])[index].mean()  # noqa: E731
+    u = solvers.lissa(f, torch.ones(2), num_samples=2, batch_size=2, scaling=4.0, recursion_depth=100).value
+    torch.testing.assert_close(u, torch.full((2,), 0.5))

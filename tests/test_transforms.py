@@ -7,6 +7,8 @@ one line. The reference is dense linear algebra on jacrev(grad(loss)), in float6
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -420,6 +422,9 @@ def test_derivatives_through_norm_layers(name, order):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
+Named = namedtuple("Named", ["x", "y"])
+
+
 class _Holder:
     """An object that hides a tensor from a walk of closures."""
 
@@ -429,7 +434,7 @@ class _Holder:
         self.tensor = tensor
 
 
-@pytest.mark.parametrize("how", ["partial", "default", "list", "callable", "method"])
+@pytest.mark.parametrize("how", ["partial", "default", "list", "callable", "method", "namedtuple", "ordered", "space"])
 def test_closures_are_followed(how):
     """Tensors that a loss closes over are mapped and differentiated like arguments."""
 
@@ -451,6 +456,15 @@ def test_closures_are_followed(how):
         if how == "list":
             held = [{"x": x}]
             return lambda w: loss(w, held[0]["x"], Y)
+        if how == "namedtuple":
+            named = Named(x, Y)
+            return lambda w: loss(w, named.x, named.y)
+        if how == "ordered":
+            ordered = OrderedDict(x=x)
+            return lambda w: loss(w, ordered["x"], Y)
+        if how == "space":
+            space = SimpleNamespace(x=x)
+            return lambda w: loss(w, space.x, Y)
         return Loss(x) if how == "callable" else Loss(x).value
 
     def f(x):
@@ -486,3 +500,91 @@ def test_module_parameters_in_a_closure_are_differentiated():
 
     want = grad(dense, (0, 1))(head.weight.detach(), head.bias.detach())
     torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
+
+
+def test_a_loss_that_keeps_tensors_is_refused():
+    """A tensor memoised from a mapped or differentiated one would be a silent constant."""
+
+    def make(raw):
+        memo = {}
+
+        def f(w):
+            if "a" not in memo:
+                memo["a"] = raw**2
+            return (memo["a"] * w**4).sum() / 12
+
+        return f
+
+    with pytest.raises(RuntimeError, match=r"func: expected a function that keeps nothing .*Fix: compute it anew"):
+        grad(lambda raw: hvp(make(raw))((W,), V).sum())(W)
+
+
+@pytest.mark.parametrize("form", BOUND)
+def test_data_changed_in_place_is_refused(form):
+    """Half of what a bound form holds would see the change."""
+    bind, reference = BOUND[form]
+    x = X.clone()
+    f = bind(W, x)
+    torch.testing.assert_close(f(V), reference(W, V, X), rtol=1e-6, atol=1e-8)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match=r"x: expected the data as it was .*changed in place.*Fix: bind again"):
+        f(V)
+
+
+def central(f, at, along, step=1e-5):
+    """Directional derivative by central differences."""
+    up, down = ({k: at[k] + s * along[k] for k in at} for s in (step, -step))
+    return {k: (f(up)[k] - f(down)[k]) / (2 * step) for k in at}
+
+
+def close(got, want):
+    for key in want:
+        error = (got[key] - want[key]).norm() / want[key].norm().clamp(min=1e-3)
+        assert error < 1e-6, (key, error)
+
+
+def test_weight_norm_against_finite_differences():
+    """torch's own second derivative of weight_norm is wrong by tens of percent, and not symmetric."""
+    generator = torch.Generator().manual_seed(2)
+
+    def loss(p):
+        w = torch._weight_norm(p["v"], p["g"], 0)
+        return (torch.tanh(X @ w.T) ** 2).sum()
+
+    p, v = ({"v": torch.randn(2, P, dtype=torch.float64, generator=generator),
+             "g": torch.rand(2, 1, dtype=torch.float64, generator=generator) + 1} for _ in range(2))  # fmt: skip
+    for mode in ("rev-rev", "rev-fwd"):
+        close(hvp_at_x(loss, (p,), mode=mode)(v), central(grad(loss), p, v))
+
+
+NORMS = {
+    "layer": lambda h, g, b: F.layer_norm(h, (4,), g, b),
+    "layer plain": lambda h, g, b: F.layer_norm(h, (4,)) * g + b,
+    "instance": lambda h, g, b: F.instance_norm(h.reshape(N, 2, 2), weight=g[:2], bias=b[:2]).reshape(N, 4),
+    "batch": lambda h, g, b: F.batch_norm(h, None, None, g, b, True),
+    "batch eval": lambda h, g, b: F.batch_norm(h, torch.zeros(4).double(), torch.ones(4).double() * 2, g, b, False),
+    "group": lambda h, g, b: F.group_norm(h, 2, g, b),
+}
+
+
+@pytest.mark.fault("F85")
+@pytest.mark.parametrize("name", NORMS)
+def test_derivatives_of_products_through_norms_against_finite_differences(name):
+    """Third derivatives of norm layers are wrong in torch, also without vmap: a loop cannot show it, differences do."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"w": (4, P), "g": (4,), "b": (4,)}
+
+    def draw():
+        return {k: torch.randn(s, dtype=torch.float64, generator=generator) for k, s in shapes.items()}
+
+    def norm_loss(p):
+        return (torch.tanh(NORMS[name](X @ p["w"].T, p["g"], p["b"])) ** 2).sum()
+
+    p, v, along = draw(), draw(), draw()
+    f = hvp(norm_loss)
+    want = central(lambda q: f((q,), v), p, along)
+    close(jvp(lambda q: f((q,), v), (p,), (along,))[1], want)
+    pulled = vjp(lambda q: f((q,), v), p)[1](along)[0]
+    got = sum((pulled[k] * v[k]).sum() for k in p)
+    want = sum((central(lambda q: f((q,), v), p, v)[k] * along[k]).sum() for k in p)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)

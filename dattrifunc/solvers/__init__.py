@@ -31,12 +31,14 @@ from ..tree import (
     check_generator,
     check_number,
     flatten,
+    is_plain,
     name_of,
     paths_of,
 )
 from .conjugate import cg_rows
-from .dense import factorise, matrix_of
+from .dense import check_symmetric, factorise, matrix_of
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
+from .rows import as_returned
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
 __all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa"]
@@ -84,13 +86,17 @@ class Method(NamedTuple):
 
 
 def _judged(
-    problem: Problem, name: str, tol: float, run: Callable[[torch.Tensor], implicit.Raw]
+    problem: Problem,
+    name: str,
+    tol: float,
+    run: Callable[[torch.Tensor], implicit.Raw],
+    matvec: implicit.Matvec | None,
 ) -> Callable[[torch.Tensor], implicit.Raw]:
-    """Return ``run`` with a warning for what it could not solve."""
+    """Return ``run`` with a warning for what it could not solve; ``matvec`` serves residuals of rounded answers."""
 
     def judged(rows: torch.Tensor) -> implicit.Raw:
         problem.notes.texts.clear()
-        raw = run(rows)
+        raw = as_returned(run(rows), rows, problem.layout, matvec)
         if not problem.notes.quiet:
             warn_unsolved(raw, name, tol, "; ".join(problem.notes.texts))
         return raw
@@ -136,7 +142,7 @@ def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) ->
                 notes=problem.notes.texts,
             )
 
-        return _judged(problem, "cg", tol, run)
+        return _judged(problem, "cg", tol, run, matvec)
 
     return Method("cg", rule, tol)
 
@@ -147,14 +153,15 @@ def explicit_method() -> Method:
 
     def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
         like = torch.empty(0, dtype=problem.point.work_dtype, device=device_of(problem.point))
-        matrix = matrix_of(problem.matvec(tensors), problem.layout, _sizes(problem), like)
+        matvec = problem.matvec(tensors)
+        matrix = matrix_of(matvec, problem.layout, _sizes(problem), like, problem.point.eps)
         factor = factorise(matrix, problem.layout, problem.point.eps)
 
         def run(rows: torch.Tensor) -> implicit.Raw:
             problem.notes.texts.extend([factor.reason] if factor.reason else [])
             return factor.solve(rows, tol, problem.point.eps)
 
-        judged = _judged(problem, "explicit", tol, run)
+        judged = _judged(problem, "explicit", tol, run, matvec)
         judged.matrix = factor.matrix  # type: ignore[attr-defined]
         return judged
 
@@ -212,6 +219,8 @@ def lissa_method(
         if not whole and not drawn:
             indices = draw_batches(num_samples or 0, batch_size, (num_repeat, depth), generator)
             drawn["indices"] = indices.to(device)
+        if not memory["scaling"]:
+            problem.notes.texts.append("no curvature was found in any batch")
         full = problem.matvec(tensors) if want_residual else None
 
         def run(rows: torch.Tensor) -> implicit.Raw:
@@ -229,7 +238,7 @@ def lissa_method(
                 notes=problem.notes.texts,
             )
 
-        return _judged(problem, "lissa", tol, run)
+        return _judged(problem, "lissa", tol, run, None if damping else full)
 
     return Method("lissa", rule, tol, random=True)
 
@@ -242,18 +251,22 @@ def _safe_scaling(
     damping: float,
     generator: torch.Generator | None,
 ) -> float:
-    """Return a scale at which steps contract: above the largest curvature of up to 32 disjoint batches."""
+    """Return a scale at which steps contract: above the largest curvature of 32 batches, disjoint while data lasts."""
     indices = None
     if num_samples is not None and batch_size < num_samples:
         device = generator.device if generator is not None else None
         shuffled = torch.randperm(num_samples, generator=generator, device=device)
-        count = min(num_samples // batch_size, 32)
-        indices = shuffled[: count * batch_size].reshape(count, batch_size).to(like.device)
+        count = min(-(-num_samples // batch_size), 32)
+        shuffled = torch.cat([shuffled, shuffled])[: count * batch_size]  # the last batch is filled up from the first
+        indices = shuffled.reshape(count, batch_size).to(like.device)
+        if count < 32:  # a partition of little data: batches that mix its parts may curve more
+            more = draw_batches(num_samples, batch_size, (32 - count,), generator).to(like.device)
+            indices = torch.cat([indices, more])
     largest = largest_batch_curvature(sampled, like, indices, generator)
     if not math.isfinite(largest):
         fix = "look for log(0), norm(0) or overflow in the loss"
         raise ValueError(message("scaling", "finite curvature to estimate 'auto' from", "NaN or inf", fix))
-    return 1.1 * largest / (1 - damping) if largest else 1.0
+    return 1.1 * largest / (1 - damping)
 
 
 def device_of(point: Point) -> torch.device | None:
@@ -284,7 +297,7 @@ class _Matrix(implicit.System):
     point: Point = field(kw_only=True)
     closure: implicit.Closure = field(kw_only=True)
     batched: bool = field(kw_only=True)
-    sampling: bool = field(kw_only=True, default=False)
+    sampling: int = field(kw_only=True, default=0)  # number of samples, where the function takes an index of them
 
     @property
     def layout(self) -> Layout:
@@ -344,7 +357,7 @@ class _Matrix(implicit.System):
             )
 
         def product(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-            assert index is not None
+            index = torch.arange(self.sampling).expand(rows.shape[1], -1) if index is None else index
 
             def one(row: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
                 return self._call(tensors, row, batch)
@@ -358,7 +371,7 @@ class _Matrix(implicit.System):
 
 @implicit.eager
 def _solve(
-    matvec: Any, b: Tree, method: Method, *, batched: bool, sampling: bool = False, probe: tuple[Any, ...] = ()
+    matvec: Any, b: Tree, method: Method, *, batched: bool, sampling: int = 0, probe: tuple[Any, ...] = ()
 ) -> SolveResult:
     """Solve on a user's matvec and b: what all public functions share."""
     dense = isinstance(matvec, torch.Tensor)
@@ -402,9 +415,11 @@ def _multiply(matrix: torch.Tensor, point: Point) -> Callable[[Tree], Tree]:
         fix = f"move it with .to({str(point.leaves[0].device)!r})"
         expected = f"a matrix on {point.leaves[0].device}, like b"
         raise DtypeError(message("matvec", expected, f"one on {matrix.device}", fix))
+    if is_plain(matrix):
+        check_symmetric(matrix, point.eps, "matvec")
 
     def product(v: Tree) -> Tree:
-        return layout.build(layout.split(layout.join(flatten(v)[0]).to(dtype) @ matrix.to(dtype)))
+        return layout.build(layout.split(layout.join(flatten(v)[0]).to(dtype) @ matrix.mT.to(dtype)))
 
     return product
 
@@ -541,7 +556,7 @@ def lissa(
         want_residual=num_samples is None,
         memory={},
     )
-    sampling = num_samples is not None
+    sampling = num_samples or 0
     probe = (torch.arange(batch_size),) if sampling else ()
     return _solve(matvec, b, method, batched=batched, sampling=sampling, probe=probe)
 

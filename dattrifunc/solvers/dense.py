@@ -19,7 +19,7 @@ __all__ = ["Factor", "factorise", "matrix_of"]
 Matvec = Callable[[torch.Tensor], torch.Tensor]
 
 
-def matrix_of(matvec: Matvec, layout: Layout, lead: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def matrix_of(matvec: Matvec, layout: Layout, lead: tuple[int, ...], like: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the dense symmetric matrices [*lead, p, p] behind rows [k, *lead, p] -> products.
 
     Raises:
@@ -37,7 +37,18 @@ def matrix_of(matvec: Matvec, layout: Layout, lead: tuple[int, ...], like: torch
         raise ValueError(
             message("func", "finite curvature", f"{int((~finite).sum())} NaN or inf entries in {leaves}", fix)
         )
+    check_symmetric(matrix, eps, "matvec")
     return (matrix + matrix.mT) / 2
+
+
+def check_symmetric(matrix: torch.Tensor, eps: float, argument: str) -> None:
+    """Raise ValueError unless matrices [..., p, p] are symmetric to half the digits."""
+    skew = (matrix - matrix.mT).abs()
+    if skew.numel() and bool((skew.amax((-2, -1)) > eps**0.5 * matrix.abs().amax((-2, -1))).any()):
+        worst = float(skew.max() / matrix.abs().max())
+        fix = "pass a symmetric matrix or product; for others use torch.linalg.solve"
+        got = f"one that differs from its transpose by {worst:.1e}"
+        raise ValueError(message(argument, "a symmetric matrix", got, fix))
 
 
 @dataclass(frozen=True)

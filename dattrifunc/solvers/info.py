@@ -38,8 +38,8 @@ _TEXTS = {
     "regularization, or leave that parameter out of argnums",
     Status.DIVERGED: "diverged: some batch has curvature above what scaling allows, or negative curvature; raise "
     "scaling (more than half the largest curvature of any batch; scaling='auto' estimates it), or add regularization",
-    Status.NONFINITE: "non-finite: the right-hand side, or a product with it, holds NaN or inf; look for overflow, "
-    "log(0) or norm(0) in the loss, and check the data",
+    Status.NONFINITE: "non-finite: the right-hand side or a product with it holds NaN or inf, or the answer leaves "
+    "the range of the dtype; look for overflow, log(0) or norm(0) in the loss, check the data, or use a wider dtype",
     Status.STAGNATED: "stagnated above tol: rounding, or a product that is not symmetric, stops further progress; use "
     "float64, add regularization, or loosen tol",
 }

@@ -11,7 +11,7 @@ from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
 
-__all__ = ["Scaled", "attainable", "judge", "leaves_at", "normalise"]
+__all__ = ["Scaled", "as_returned", "attainable", "judge", "leaves_at", "normalise"]
 
 Matvec = Callable[[torch.Tensor], torch.Tensor]
 
@@ -87,9 +87,35 @@ def judge(
     status = status.masked_fill(met, Status.CONVERGED).masked_fill(scaled.nonfinite, Status.NONFINITE)
     # A product that is NaN leaves no answer worth having: its row is NaN like that of a right-hand side that is.
     lost = status == Status.NONFINITE
-    value = scaled.restore(u if gauge is None else u / gauge).masked_fill(lost.unsqueeze(-1), float("nan"))
+    value = scaled.restore(u if gauge is None else u / gauge)
+    peak = value.abs().amax(-1) if value.shape[-1] else torch.zeros_like(residual)
+    vanished = (peak < torch.finfo(value.dtype).tiny) & (u != 0).any(-1) & ~scaled.zero
+    outside = (~peak.isfinite() | vanished) & ~lost  # the answer is beyond the dtype, though the unit problem is solved
+    met, status = met & ~outside, status.masked_fill(outside, Status.NONFINITE)
+    lost = lost | outside
+    value = value.masked_fill(lost.unsqueeze(-1), float("nan"))
     residual = residual.masked_fill(scaled.zero, 0.0).masked_fill(lost, float("nan"))
     return Raw(value, met, status, iterations.masked_fill(scaled.zero | scaled.nonfinite, 0), residual)
+
+
+def as_returned(raw: Raw, rows: torch.Tensor, layout: Layout, matvec: Matvec | None) -> Raw:
+    """Return the facts of the answer in the leaves' own dtypes, where some leaf is narrower than the rows."""
+    if all(dtype == rows.dtype for dtype in layout.dtypes):
+        return raw
+    value = layout.join(layout.split(raw.value)).to(rows.dtype)
+    lost = raw.value.isfinite().all(-1) & ~value.isfinite().all(-1)
+    residual = raw.residual
+    if matvec is not None:
+        scaled = normalise(rows)
+        left = (rows - matvec(value)) / scaled.peak.unsqueeze(-1)
+        residual = (torch.linalg.vector_norm(left, dim=-1) / scaled.norm).masked_fill(scaled.zero, 0.0)
+        residual = torch.where(raw.residual.isnan(), raw.residual, residual)
+    return raw._replace(
+        value=raw.value.masked_fill(lost.unsqueeze(-1), float("nan")),
+        converged=raw.converged & ~lost,
+        status=raw.status.masked_fill(lost, Status.NONFINITE),
+        residual=residual.masked_fill(lost, float("nan")),
+    )
 
 
 def leaves_at(layout: Layout, columns: torch.Tensor) -> list[str]:

@@ -71,7 +71,7 @@ def lissa_rows(
         depth: number of steps.
         num_repeat: independent repeats R, run side by side.
         damping: see the fixed point, (C + damping scaling I)^-1 v.
-        scaling: larger than half the largest curvature of any batch.
+        scaling: larger than the largest curvature of any batch, over 2 - damping; 0 = there is none.
         tol: stop a row when its last step changed the estimate by at most tol, relative; 0 = never.
         eps: rounding unit.
         full: product with all samples, for the true residual; None = not wanted.
@@ -85,6 +85,10 @@ def lissa_rows(
     Differs: (1) batches instead of single samples; (2) index tensors drawn up front; (3) divergence is found.
     """
     scaled = normalise(rows)
+    if scaling == 0:  # no batch has any curvature
+        u, none = torch.zeros_like(rows), torch.zeros(rows.shape[:-1], dtype=rows.dtype, device=rows.device)
+        status = torch.full(none.shape, int(Status.SINGULAR), device=rows.device)
+        return judge(scaled, u, none + 1, none, status, torch.zeros_like(status), tol, eps)
     v = scaled.unit.unsqueeze(1)
     e = v.expand(v.shape[0], num_repeat, *v.shape[2:]).clone()
     fixed = indices is None
@@ -153,10 +157,9 @@ def largest_batch_curvature(
     start = torch.randn(1, count, *like.shape, dtype=like.dtype, device=device, generator=generator)
     vector, largest = start.to(like.device), 0.0
     for _ in range(steps):
-        vector = vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True).clamp(min=torch.finfo(like.dtype).tiny)
-        vector = sampled(vector, indices)
-        size = torch.linalg.vector_norm(vector, dim=-1)
-        if not bool(size.isfinite().all()):
+        vector = sampled(normalise(vector).unit, indices)
+        if not bool(vector.isfinite().all()):
             return float("inf")
-        largest = max(largest, float(size.max()))
+        scaled = normalise(vector)
+        largest = max(largest, float((scaled.peak.double() * scaled.norm.double()).masked_fill(scaled.zero, 0.0).max()))
     return largest

@@ -611,8 +611,8 @@ def ihvp_at_x_lissa(
         num_repeat: independent repeats, averaged (run side by side).
         recursion_depth: steps of the recursion.
         damping: in [0, 1); see the fixed point.
-        scaling: more than half the largest curvature of any batch (above all of it for monotone convergence); "auto"
-            estimates it from at most 32 batches, with a margin of 10 percent.
+        scaling: more than c / (2 - damping), c the largest curvature of any batch (above c / (1 - damping) for monotone
+            convergence); "auto" estimates it from 32 batches, with a margin of 10 percent.
         collate_fn: applied to the tuple of (sampled) arguments before ``func``.
         mode: "rev-rev" or "rev-fwd", handed on to the product.
         regularization: lambda >= 0, in units of loss / parameter**2.

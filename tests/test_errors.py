@@ -27,9 +27,11 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
+    ihvp_at_x_minres,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
+    ihvp_minres,
     solvers,
 )
 
@@ -194,10 +196,12 @@ def wrong(call: str, what: str, table: list[Any], make: Callable[[Any], Any]) ->
 
 # Knobs that a call with x and v, and a call without either, take alike.
 COMMON = ["argnums", "mode", "regularization", "chunk_size"]
+ITERATIVE = ["product", "tol", "max_iter", "callback"]
 SAMPLING = ["tol", "batch_size", "num_repeat", "recursion_depth", "damping", "scaling", "generator"]
 INVERSES: dict[str, tuple[Any, Any, list[str]]] = {
     "explicit": (ihvp_explicit, ihvp_at_x_explicit, [*COMMON, "product"]),
-    "cg": (ihvp_cg, ihvp_at_x_cg, [*COMMON, "product", "tol", "max_iter", "callback"]),
+    "cg": (ihvp_cg, ihvp_at_x_cg, [*COMMON, *ITERATIVE]),
+    "minres": (ihvp_minres, ihvp_at_x_minres, [*COMMON, *ITERATIVE]),
     "lissa": (
         ihvp_lissa,
         ihvp_at_x_lissa,
@@ -415,7 +419,8 @@ BATCHES = [
     ),
 ]
 SOLVERS: dict[str, tuple[Any, list[str]]] = {
-    "cg": (solvers.cg, ["tol", "max_iter", "callback"]),
+    "cg": (solvers.cg, ITERATIVE[1:]),
+    "minres": (solvers.minres, ITERATIVE[1:]),
     "explicit": (solvers.explicit, []),
     "lissa": (
         solvers.lissa,

@@ -18,9 +18,11 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
+    ihvp_at_x_minres,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
+    ihvp_minres,
     solvers,
 )
 from dattrifunc.solvers import Status
@@ -29,6 +31,7 @@ from dattrifunc.solvers import Status
 SOLVERS = {
     "explicit": (ihvp_explicit, ihvp_at_x_explicit, {}),
     "cg": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12}),
+    "minres": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12}),
     "lissa": (ihvp_lissa, ihvp_at_x_lissa, {"scaling": 6.5, "recursion_depth": 400}),
 }
 FORMS = {
@@ -372,7 +375,7 @@ def test_explicit_builds_the_matrix_once():
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize(("solver", "form"), [p for p in TABLE if "lissa" not in p.id])
 def test_joint_curvature(solver, form, recwarn):
-    """Tuple argnums crashed: the joint system of two arguments, indefinite, is solved by explicit and by CG."""
+    """Tuple argnums crashed: the joint system of two arguments, indefinite, is solved by all but LiSSA."""
     a = torch.ones(2)
     v = (torch.full((2,), 3.0), torch.ones(2))
     u = make(solver, form, lambda a, b: (a * b).sum() + (a**2).sum(), a, a, argnums=(0, 1))(v)
@@ -431,14 +434,15 @@ def test_inputs_are_never_mutated(solver, form):
 
 @pytest.mark.fault("F3")
 def test_indefinite_curvature_is_solved_or_flagged():
-    """CG and LiSSA gave garbage on an indefinite Hessian; explicit solves it, the others say what they met."""
+    """CG and LiSSA gave garbage on an indefinite Hessian; explicit and minres solve it, others say what they met."""
 
     def loss(t):
         return 0.5 * (t[0] ** 2 - t[1] ** 2)
 
     t = v = torch.ones(2)
     torch.testing.assert_close(ihvp_at_x_explicit(loss, t)(v), torch.tensor([1.0, -1.0]))
-    with pytest.warns(ConvergenceWarning, match="curvature <= 0"):
+    torch.testing.assert_close(ihvp_at_x_minres(loss, t)(v), torch.tensor([1.0, -1.0]))
+    with pytest.warns(ConvergenceWarning, match="curvature <= 0.*ihvp_minres"):
         assert ihvp_at_x_cg(loss, t)(v).isfinite().all()
     with pytest.warns(ConvergenceWarning, match="diverged"):
         assert ihvp_at_x_lissa(loss, t, scaling=2.0, recursion_depth=50)(v).isfinite().all()

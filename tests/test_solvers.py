@@ -30,7 +30,8 @@ def solve(name, matrix, b, **knobs):
     return getattr(solvers, name)(lambda v: v @ matrix, b, batched=batched, **knobs)
 
 
-NAMES = {"cg": {"tol": 1e-12}, "explicit": {}, "lissa": LISSA}
+NAMES = {"cg": {"tol": 1e-12}, "minres": {"tol": 1e-12}, "explicit": {}, "lissa": LISSA}
+ITERATIVE = ["cg", "minres"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +70,7 @@ def test_a_row_is_solved_or_flagged(p, seed, kind, exponent):
     b[2, 0] = float("nan")
     b[3] *= 10**exponent
     b[4] = b[0] * 2.0 ** round(exponent)
-    for name in ("cg", "explicit"):
+    for name in ("cg", "minres", "explicit"):
         u, info = solve(name, h, b)
         for i in (0, 3, 4):
             true = torch.linalg.vector_norm(b[i] / b[i].norm() - h @ (u[i] / b[i].norm()))
@@ -133,14 +134,15 @@ def test_cg_on_indefinite_curvature():
 
 
 @pytest.mark.fault("F4")
-def test_cg_on_a_hilbert_matrix():
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_hilbert_matrix(name):
     """Loss of conjugacy: the recursive residual lied. The residual told is the true one, and restarts bring it down."""
     h = hilbert(6)
-    u, info = solve("cg", h, h @ torch.ones(6, dtype=torch.float64), max_iter=60, tol=1e-12)
+    u, info = solve(name, h, h @ torch.ones(6, dtype=torch.float64), max_iter=60, tol=1e-12)
     assert (u - 1).abs().max() < 1e-3
     h = hilbert(6, torch.float32)
     v = h @ torch.ones(6)
-    u, info = solve("cg", h, v, max_iter=60)
+    u, info = solve(name, h, v, max_iter=60)
     true = torch.linalg.vector_norm(v - h @ u) / v.norm()
     assert true <= 1e-5
     torch.testing.assert_close(info.residual, true, rtol=0.5, atol=1e-7)
@@ -156,7 +158,7 @@ def test_scale_of_the_right_hand_side(name, scale):
     assert info.converged
 
 
-@pytest.mark.parametrize("name", ["cg", "explicit"])
+@pytest.mark.parametrize("name", ["cg", "minres", "explicit"])
 @pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e25])
 def test_scale_of_the_curvature(name, scale):
     """Curvature whose squares leave the range of float32 is solved all the same."""
@@ -179,20 +181,22 @@ def test_number_of_right_hand_sides(name, k):
 
 
 @pytest.mark.fault("F7")
-def test_a_truncated_solve_says_so():
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_truncated_solve_says_so(name):
     """The solver's flag was thrown away, so that a truncated solve looked finished."""
     h = hilbert(6)
     b = torch.stack([h @ torch.ones(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64), h[0]])
-    info = solve("cg", h, b, max_iter=2).info
+    info = solve(name, h, b, max_iter=2).info
     assert info.converged.tolist() == [False, True, False]
     assert info.status.tolist() == [Status.MAX_ITER, 0, Status.MAX_ITER]
     assert info.iterations.tolist() == [2, 0, 2]
     assert "raise max_iter" in info.messages()[0]
-    residual = solve("cg", h, b, max_iter=0).info.residual
+    residual = solve(name, h, b, max_iter=0).info.residual
     torch.testing.assert_close(residual, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
 
 
-def test_cg_makes_one_batched_product_per_iteration():
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_one_batched_product_per_iteration(name):
     """k right-hand sides: one call per iteration for all, one more for the true residual, each row its own count."""
     shapes = []
 
@@ -201,20 +205,22 @@ def test_cg_makes_one_batched_product_per_iteration():
         return v @ D124
 
     b = torch.stack([torch.tensor([1.0, 0, 0]), V124])
-    info = solvers.cg(matvec, b, batched=True).info
+    info = getattr(solvers, name)(matvec, b, batched=True).info
     assert info.iterations.tolist() == [1, 3]
     assert shapes == [(2, 3)] * 4
 
 
-def test_cg_calls_back():
+@pytest.mark.fault("F80")
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_callback(name):
     seen = []
-    info = solve("cg", D124.double(), V124.double(), callback=lambda i, r: seen.append((i, r))).info
+    info = solve(name, D124.double(), V124.double(), callback=lambda i, r: seen.append((i, r))).info
     assert [i for i, _ in seen] == [1, 2, 3]
     assert all(r.shape == () for _, r in seen)
     assert seen[-1][1] < 1e-7 < seen[0][1]
     torch.testing.assert_close(seen[-1][1], info.residual, rtol=0, atol=1e-12)
     seen.clear()
-    solve("cg", D124, torch.stack([V124, 0 * V124]), callback=lambda i, r: seen.append((i, r)))
+    solve(name, D124, torch.stack([V124, 0 * V124]), callback=lambda i, r: seen.append((i, r)))
     assert all(r.shape == (2,) and r[1] == 0 for _, r in seen)
 
 
@@ -253,6 +259,98 @@ def test_attainable_accuracy_is_no_failure():
     info = solve("cg", h, torch.randn(8, 200, generator=rng)).info
     assert info.converged.all()
     assert info.residual.max() < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# minimal residuals
+
+
+@pytest.mark.fault("F3")
+def test_minres_on_indefinite_curvature():
+    """Where p'Hp is 0 at the first step, or everything is negative, minres has the exact answer."""
+    h, v = torch.diag(torch.tensor([1.0, -1.0])), torch.ones(2)
+    for matrix, want in (
+        (h, [1, -1]),
+        (h + 2 * torch.eye(2), [1 / 3, 1]),
+        (torch.diag(torch.tensor([-1.0, -2.0])), [-1, -0.5]),
+    ):
+        u, info = solve("minres", matrix, v)
+        torch.testing.assert_close(u, torch.tensor(want, dtype=torch.float32))
+        assert info.status == 0
+        assert info.iterations <= 2
+
+
+@given(quadratics(kind="indefinite"))
+def test_minres_equals_dense_algebra_on_indefinite_systems(problem):
+    want = torch.linalg.solve(problem.hessian, flat(problem.rhs, batch=True).T).T
+    u, info = solvers.minres(
+        lambda v: unflat(flat(v, batch=True) @ problem.hessian, problem.params), problem.rhs, batched=True, tol=1e-12
+    )
+    torch.testing.assert_close(flat(u, batch=True), want, rtol=1e-8, atol=1e-9)
+    assert (info.status == 0).all()
+
+
+def spectral(seed, p, values):
+    """A matrix with these eigenvalues, and a generator."""
+    rng = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(p, p, generator=rng, dtype=torch.float64)).Q
+    h = (basis * values) @ basis.T
+    return (h + h.T) / 2, rng
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(p=st.integers(1, 30), seed=st.integers(0, 2**31), exponent=st.floats(-25, 25), scale=st.floats(-8, 8))
+def test_minres_on_singular_systems(dtype, p, seed, exponent, scale):
+    """v in the range: the solution of least norm. v outside: the least-squares solution of least norm, and a flag.
+
+    Signs alternate, so that the null space is in the middle of the spectrum; v and the matrix have any scale.
+    """
+    values = torch.linspace(1, 3, p, dtype=torch.float64) * (1 - 2 * (torch.arange(p) % 2))
+    values[: (p + 2) // 3] = 0
+    h, rng = spectral(seed, p, values)
+    b = torch.randn(3, p, generator=rng, dtype=torch.float64)
+    b[1], b[2] = b[1] @ h, 0
+    matrix, rows = (h * 10**scale).to(dtype), (b * 10**exponent).to(dtype)
+    u, info = solve("minres", matrix, rows)
+    want = b @ torch.linalg.pinv(h, hermitian=True, rtol=1e-9) * 10 ** (exponent - scale)
+    error = torch.linalg.vector_norm(u.double() - want, dim=1)
+    accuracy = 20 * torch.finfo(dtype).eps ** 0.5
+    assert (error <= accuracy * torch.linalg.vector_norm(b, dim=1) * 10 ** (exponent - scale)).all()
+    assert info.status.tolist() == [Status.SINGULAR, 0, 0]
+    assert info.converged.tolist() == [False, True, True]
+    assert "v is not in the range" in info.reason
+    left = rows[0].double() / 10**exponent - h @ (u[0].double() / 10 ** (exponent - scale))
+    torch.testing.assert_close(info.residual[0].double(), left.norm() / b[0].norm(), rtol=1e-3, atol=1e-6)
+
+
+@given(st.integers(2, 12), st.integers(0, 2**31))
+def test_minres_takes_small_curvature_for_what_it_is(p, seed):
+    """An eigenvalue of 1e-5, along which most of v lies, is no null space; one of 1e-20 is, to rounding."""
+    values = torch.linspace(1, 3, p, dtype=torch.float64)
+    for least, status in ((1e-5, 0), (1e-20, Status.SINGULAR)):
+        values[0] = least
+        h, rng = spectral(seed, p, values)
+        b = torch.linalg.eigh(h).eigenvectors[:, 0] + 0.1 * torch.randn(p, generator=rng, dtype=torch.float64)
+        assert solve("minres", h, b).info.status == status
+
+
+@given(st.integers(1, 40), st.integers(0, 2**31))
+def test_minres_ends_with_the_krylov_space(p, seed):
+    """Three different eigenvalues: three steps, whatever p."""
+    h, rng = spectral(seed, p, torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)[torch.arange(p) % 3])
+    info = solve("minres", h, torch.randn(4, p, generator=rng, dtype=torch.float64)).info
+    assert (info.status == 0).all()
+    assert (info.iterations <= 3).all()
+
+
+def test_minres_says_when_it_stagnates():
+    """A product that is not symmetric: the recursion goes down, the truth does not, and minres says so."""
+    rng = torch.Generator().manual_seed(0)
+    u, info = solve("minres", torch.randn(20, 20, generator=rng), torch.randn(3, 20, generator=rng))
+    assert u.isfinite().all()
+    assert (info.residual <= 1).all()
+    assert not info.converged.any()
+    assert set(info.status.tolist()) <= {Status.STAGNATED, Status.MAX_ITER}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

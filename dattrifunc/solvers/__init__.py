@@ -37,9 +37,10 @@ from ..tree import (
 from .conjugate import cg_rows
 from .dense import factorise, matrix_of
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
+from .minimal import minres_rows
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
-__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa"]
+__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres"]
 
 Callback = Callable[[int, torch.Tensor], None]
 _TOL_FIX = "pass a relative tolerance, for example tol=1e-7"
@@ -110,8 +111,20 @@ def _sizes(problem: Problem) -> tuple[int, ...]:
 # the methods: knobs checked at the door
 
 
-def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) -> Method:
-    """Return conjugate gradients with these knobs."""
+def cg_method(**knobs: Any) -> Method:
+    """Return conjugate gradients with these knobs: those of ``_iterative``."""
+    return _iterative("cg", cg_rows, **knobs)
+
+
+def minres_method(**knobs: Any) -> Method:
+    """Return minimal residuals with these knobs: those of ``_iterative``."""
+    return _iterative("minres", minres_rows, **knobs)
+
+
+def _iterative(
+    name: str, solve: Callable[..., implicit.Raw], *, max_iter: int | None, tol: float, callback: Callback | None
+) -> Method:
+    """Return an iteration that makes one batched product per step."""
     tol = check_number(tol, "tol", fix=_TOL_FIX)
     if max_iter is not None:
         max_iter = check_count(
@@ -129,7 +142,7 @@ def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) ->
             callback(iteration, residuals.squeeze(0) if problem.notes.single else residuals)
 
         def run(rows: torch.Tensor) -> implicit.Raw:
-            return cg_rows(
+            return solve(
                 matvec,
                 rows,
                 tol=tol,
@@ -140,9 +153,9 @@ def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) ->
                 notes=problem.notes.texts,
             )
 
-        return _judged(problem, "cg", tol, run)
+        return _judged(problem, name, tol, run)
 
-    return Method("cg", rule, tol)
+    return Method(name, rule, tol)
 
 
 def explicit_method() -> Method:
@@ -469,6 +482,41 @@ def cg(
     tensor([1., 2.])
     """
     method = cg_method(max_iter=max_iter, tol=tol, callback=callback)
+    return _solve(matvec, b, method, batched=batched)
+
+
+def minres(
+    matvec: Callable[[Tree], Tree],
+    b: Tree,
+    *,
+    batched: bool = False,
+    max_iter: int | None = None,
+    tol: float = 1e-7,
+    callback: Callback | None = None,
+) -> SolveResult:
+    """Solve A u = b by minimal residuals, A symmetric: indefinite or singular as it may be.
+
+    Args:
+        matvec: v -> A v, on trees like b; or the matrix [p, p] itself.
+        b: the right-hand side, any tree of floating point tensors; with ``batched`` one leading axis k on every leaf.
+        batched: matvec and b carry the leading axis k.
+        max_iter: most iterations (one batched product each); None = 10 p, at most 1000.
+        tol: stop a right-hand side when ||b - A u|| <= tol ||b||.
+        callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
+
+    Returns:
+        SolveResult(value, info): u like b; one entry per right-hand side in info. Where A is singular, u is the
+        solution of least norm if b is in the range of A, and otherwise, with status 3, the least-squares solution.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; StructureError where A v is not like v.
+
+    Source: Paige and Saunders (1975), doi:10.1137/0712047.
+
+    >>> minres(torch.diag(torch.tensor([2.0, -4.0, 0.0])), torch.tensor([2.0, 4.0, 1.0])).info.status
+    tensor(3)
+    """
+    method = minres_method(max_iter=max_iter, tol=tol, callback=callback)
     return _solve(matvec, b, method, batched=batched)
 
 

@@ -9,7 +9,7 @@ import torch
 from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
-from .rows import Matvec, attainable, judge, leaves_at, normalise
+from .rows import Matvec, attainable, gauge_of, judge, leaves_at, normalise
 
 __all__ = ["cg_rows"]
 
@@ -52,7 +52,7 @@ def cg_rows(
         while step < max_iter and bool(active.any()):
             step += 1
             ap = matvec(p) if gauge is None else matvec(p) / gauge
-            if step == 1 and (gauge := _gauge(ap)) is not None:
+            if step == 1 and (gauge := gauge_of(ap)) is not None:
                 ap = ap / gauge
             pp, pap, aa = (torch.linalg.vecdot(first, second) for first, second in ((p, p), (p, ap), (ap, ap)))
             growth = aa / pp.clamp(min=tiny)
@@ -108,12 +108,3 @@ def cg_rows(
             f"curvature {least:.3g} along a search direction: regularization must grow by more than {-least:.3g}"
         )
     return judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)
-
-
-def _gauge(ap: torch.Tensor) -> torch.Tensor | None:
-    """Return the size of each row of A p, if squares of it leave the range of the dtype; p has unit norm."""
-    peak = ap.abs().amax(-1, keepdim=True)
-    safe = torch.finfo(ap.dtype).max ** 0.25
-    if bool(((peak < safe) & (peak > 1 / safe) | (peak == 0) | ~peak.isfinite()).all()):
-        return None
-    return peak.masked_fill((peak == 0) | ~peak.isfinite(), 1.0)

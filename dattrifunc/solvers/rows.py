@@ -11,7 +11,7 @@ from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
 
-__all__ = ["Scaled", "attainable", "judge", "leaves_at", "normalise"]
+__all__ = ["Scaled", "attainable", "divide", "gauge_of", "judge", "leaves_at", "normalise"]
 
 Matvec = Callable[[torch.Tensor], torch.Tensor]
 
@@ -51,6 +51,21 @@ def normalise(rows: torch.Tensor) -> Scaled:
     norm = torch.linalg.vector_norm(unit, dim=-1)
     norm = norm.masked_fill(norm == 0, 1.0)
     return Scaled(unit / norm.unsqueeze(-1), peak, norm, zero, nonfinite)
+
+
+def gauge_of(ap: torch.Tensor) -> torch.Tensor | None:
+    """Return the size of each row of A p, if squares of it leave the range of the dtype; p has unit norm."""
+    peak = ap.abs().amax(-1, keepdim=True)
+    safe = torch.finfo(ap.dtype).max ** 0.25
+    if bool(((peak < safe) & (peak > 1 / safe) | (peak == 0) | ~peak.isfinite()).all()):
+        return None
+    return peak.masked_fill((peak == 0) | ~peak.isfinite(), 1.0)
+
+
+def divide(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Return rows [..., p] / by [...], and 0 where that is 0."""
+    by = by.unsqueeze(-1)
+    return torch.where(by == 0, 0.0, rows / torch.where(by == 0, 1.0, by))
 
 
 def attainable(u: torch.Tensor, size: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,131 @@
+"""Minimal residuals, for symmetric systems that may be indefinite or singular, for many right-hand sides at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..implicit import Raw
+from ..tree import Layout
+from .info import Status
+from .rows import Matvec, attainable, divide, gauge_of, judge, leaves_at, normalise
+
+__all__ = ["minres_rows"]
+
+
+def minres_rows(
+    matvec: Matvec,
+    rows: torch.Tensor,
+    *,
+    tol: float,
+    max_iter: int,
+    eps: float,
+    layout: Layout,
+    callback: Callable[[int, torch.Tensor], None] | None = None,
+    notes: list[str] | None = None,
+) -> Raw:
+    """Minimise |b - A u| over Krylov spaces for each row b of [k, *B, p], A symmetric, one batched product per step.
+
+    Where A is singular and b in its range, u is the solution of least length. Where b is not in the range, u is the
+    least-squares solution of least length, A (b - A u) = 0, and its row is SINGULAR.
+
+    Source: Paige and Saunders (1975), Solution of sparse indefinite systems of linear equations, doi:10.1137/0712047.
+    Differs: (1) rows are normalised first, A is scaled; (2) one mask entry per row; (3) a small |A r| / (|A| |r|) stops
+    a row only where |r| does not fall in as many steps again, or u outgrows what rounding allows, whatever tol: by that
+    test alone, curvature that is merely small would pass for none; (4) both claims are checked on products with u at
+    the end, and rows that rounding fooled restart from there while that helps; (5) the least-squares solution loses its
+    part along r, which lies in the null space (Liu, Milzarek and Roosta, 2023, arXiv:2309.17096).
+    """
+    scaled = normalise(rows)
+    b = scaled.unit
+    norm, tiny, root = torch.linalg.vector_norm, torch.finfo(b.dtype).tiny, eps**0.5
+    x = best = torch.zeros_like(b)
+    r = b
+    length = residual = norm(r, dim=-1)
+    zero = torch.zeros_like(length)
+    size, sharpest = zero, torch.full_like(zero, torch.inf)
+    status = torch.full(length.shape, int(Status.MAX_ITER), device=b.device)
+    iterations = torch.zeros_like(status)
+    remainder = torch.zeros_like(b)  # what lies outside the range
+    gauge: torch.Tensor | None = None  # [k, *B, 1]: the iteration runs on A / gauge
+    active, step = length > 0, 0
+    while True:
+        # One run of the Lanczos process from r: A Q = Q T, T tridiagonal, and its QR factors by rotations (c, s).
+        q, q_old = divide(r, length), torch.zeros_like(b)
+        w = w_old = torch.zeros_like(b)
+        beta, phi, c, s, delta_bar, epsilon = zero, length, zero - 1, zero, zero, zero
+        # Where |A r| was least: its size beside |A| |r|; x and |r| there; the step at which |r| last fell.
+        flatness, x_flat, floor, since = torch.full_like(zero, eps**0.25), x, length, torch.zeros_like(iterations)
+        outgrown = torch.zeros_like(active)
+        while step < max_iter and bool(active.any()):
+            step += 1
+            aq = matvec(q) if gauge is None else matvec(q) / gauge
+            if step == 1 and (gauge := gauge_of(aq)) is not None:
+                aq = aq / gauge
+            growth = norm(aq, dim=-1)
+            broken = active & ~growth.isfinite()
+            if bool(broken.any()):
+                status[broken], active = int(Status.NONFINITE), active & ~broken
+                aq, growth = torch.where(broken.unsqueeze(-1), 0.0, aq), torch.where(broken, 0.0, growth)
+            iterations += active
+            size = torch.maximum(size, growth)
+            alpha = torch.linalg.vecdot(q, aq)
+            q_next = aq.addcmul(alpha.unsqueeze(-1), q, value=-1).addcmul_(beta.unsqueeze(-1), q_old, value=-1)
+            beta = norm(q_next, dim=-1)
+            beta = torch.where(beta > 4 * eps * size, beta, 0.0)  # otherwise the Krylov space is exhausted
+            # The rotations so far, applied to the new column of T.
+            epsilon_old, delta, gamma_bar = epsilon, c * delta_bar + s * alpha, s * delta_bar - c * alpha
+            epsilon, delta_bar = s * beta, -c * beta
+            slope = torch.hypot(gamma_bar, delta_bar) / size.clamp(min=tiny)  # |A r| / (|A| |r|), before this step
+            flatter = active & (slope < flatness)
+            if bool(flatter.any()):
+                since = torch.where(flatter & ((since == 0) | (length < 0.9 * floor)), step, since)
+                flatness, floor = torch.where(flatter, slope, flatness), torch.where(flatter, length, floor)
+                x_flat = torch.where(flatter.unsqueeze(-1), x, x_flat)
+            # The new rotation, and the step along w.
+            gamma = torch.hypot(gamma_bar, beta).clamp(min=tiny)
+            c, s = gamma_bar / gamma, beta / gamma
+            tau, phi = c * phi, s * phi
+            w_next = q.addcmul(epsilon_old.unsqueeze(-1), w_old, value=-1).addcmul_(delta.unsqueeze(-1), w, value=-1)
+            w, w_old = w_next / gamma.unsqueeze(-1), w
+            x_next = x.addcmul(tau.unsqueeze(-1), w)
+            outgrown = outgrown | active & ~(size * norm(x_next, dim=-1) < eps**-0.75)
+            active = active & ~outgrown
+            x, length = torch.where(active.unsqueeze(-1), x_next, x), torch.where(active, phi, length)
+            q, q_old = divide(q_next, beta), q
+            if callback is not None:
+                callback(step, torch.where(scaled.nonfinite, torch.nan, length))
+            idle = (flatness < root) & (step > 2 * since + 10) & (length > 0.9 * floor)
+            active = active & (length > tol) & ~idle
+        # What is left is the truth: recompute, and restart the rows that rounding fooled while that still helps.
+        flat, before = flatness < root, residual
+        for candidate in (x_flat, x) if bool((since > 0).any()) else (x,):
+            left = b - (matvec(candidate) if gauge is None else matvec(candidate / gauge))
+            true = norm(left, dim=-1)
+            status[~true.isfinite() & (status == Status.MAX_ITER)] = int(Status.NONFINITE)
+            better = true < torch.where(flat & (residual < before), 0.9, 1.0) * residual
+            best, r = (torch.where(better.unsqueeze(-1), a, z) for a, z in ((candidate, best), (left, r)))
+            residual = torch.where(better, true, residual)
+        unmet = (status == Status.MAX_ITER) & (residual > attainable(best, size, eps).clamp(min=tol))
+        ended = unmet & ((length <= tol) | flat | outgrown)
+        sharper = torch.zeros_like(ended)
+        if bool((ended & (flat | outgrown)).any()):
+            along = divide(r, residual)
+            slope = norm(matvec(along) if gauge is None else matvec(along) / gauge, dim=-1) / size.clamp(min=tiny)
+            apart = ended & (slope <= root)
+            status[apart] = int(Status.SINGULAR)
+            part = torch.linalg.vecdot(best, along)
+            best = best.addcmul(torch.where(apart, part, 0.0).unsqueeze(-1), along, value=-1)
+            remainder = torch.where(apart.unsqueeze(-1), along, remainder)
+            ended, sharper, sharpest = ended & ~apart, slope < 0.5 * sharpest, torch.minimum(sharpest, slope)
+        active = ended & ((residual <= 0.5 * before) | sharper)
+        status[ended & ~active] = int(Status.STAGNATED)
+        if step >= max_iter or not bool(active.any()):
+            break
+        x, length = best, residual
+    if notes is not None and bool((status == Status.SINGULAR).any()):
+        empty = (remainder.abs() > 1e-3).reshape(-1, b.shape[-1]).any(0)
+        names = ", ".join(repr(name) for name in leaves_at(layout, empty))
+        notes.append(f"v is not in the range: no curvature in {names} along what is left of it")
+    return judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)

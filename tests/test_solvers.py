@@ -323,6 +323,24 @@ def test_minres_on_singular_systems(dtype, p, seed, exponent, scale):
     torch.testing.assert_close(info.residual[0].double(), left.norm() / b[0].norm(), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(p=st.integers(2, 30), seed=st.integers(0, 2**31), decades=st.floats(0, 8))
+def test_minres_where_no_answer_is_good(dtype, p, seed, decades):
+    """Singular, badly conditioned, v outside the range: the residual told is that of u, and u is never worse than 0."""
+    rng = torch.Generator().manual_seed(seed)
+    values = 10 ** (-decades * torch.rand(p, generator=rng, dtype=torch.float64)) * (1 - 2 * (torch.arange(p) % 2))
+    values[: (p + 2) // 3] = 0
+    h = spectral(seed, p, values)[0].to(dtype)
+    b = torch.randn(2, p, generator=rng, dtype=torch.float64).to(dtype)
+    u, info = solve("minres", h, b)
+    length = torch.linalg.vector_norm(b.double(), dim=1)
+    true = torch.linalg.vector_norm(b.double() - u.double() @ h.double(), dim=1) / length
+    noise = torch.finfo(dtype).eps * (1 + torch.linalg.vector_norm(u.double(), dim=1) * h.abs().max() / length)
+    assert ((info.residual - true).abs() <= 1e-3 * true + 20 * noise).all()
+    assert (info.residual <= 1.02).all()
+    assert ((info.status == Status.SINGULAR) | (info.status == Status.STAGNATED) | (info.status == 1)).all()
+
+
 @given(st.integers(2, 12), st.integers(0, 2**31))
 def test_minres_takes_small_curvature_for_what_it_is(p, seed):
     """An eigenvalue of 1e-5, along which most of v lies, is no null space; one of 1e-20 is, to rounding."""

@@ -32,9 +32,9 @@ def minres_rows(
 
     Source: Paige and Saunders (1975), Solution of sparse indefinite systems of linear equations, doi:10.1137/0712047.
     Differs: (1) rows are normalised first, A is scaled; (2) one mask entry per row; (3) a small |A r| / (|A| |r|) stops
-    a row only where |r| does not fall in as many steps again, or u outgrows what rounding allows, whatever tol: by that
-    test alone, curvature that is merely small would pass for none; (4) both claims are checked on products with u at
-    the end, and rows that rounding fooled restart from there while that helps; (5) the least-squares solution loses its
+    no row: curvature that is merely small would pass for none. Where there is none, u outgrows what rounding allows,
+    the row stops, and u is taken from where |A r| was least; (4) both claims are checked on products with u at the
+    end, and rows that rounding fooled restart from there while that helps; (5) the least-squares solution loses its
     part along r, which lies in the null space (Liu, Milzarek and Roosta, 2023, arXiv:2309.17096).
     """
     scaled = normalise(rows)
@@ -55,9 +55,9 @@ def minres_rows(
         q, q_old = divide(r, length), torch.zeros_like(b)
         w = w_old = torch.zeros_like(b)
         beta, phi, c, s, delta_bar, epsilon = zero, length, zero - 1, zero, zero, zero
-        # Where |A r| was least: its size beside |A| |r|; x and |r| there; the step at which |r| last fell.
-        flatness, x_flat, floor, since = torch.full_like(zero, eps**0.25), x, length, torch.zeros_like(iterations)
-        outgrown = torch.zeros_like(active)
+        flatness, x_flat = torch.full_like(zero, eps**0.25), x  # where |A r| was least: its size beside |A| |r|, and x
+        grown = size * norm(x, dim=-1)
+        outgrown = done = torch.zeros_like(active)
         while step < max_iter and bool(active.any()):
             step += 1
             aq = matvec(q) if gauge is None else matvec(q) / gauge
@@ -77,11 +77,11 @@ def minres_rows(
             # The rotations so far, applied to the new column of T.
             epsilon_old, delta, gamma_bar = epsilon, c * delta_bar + s * alpha, s * delta_bar - c * alpha
             epsilon, delta_bar = s * beta, -c * beta
-            slope = torch.hypot(gamma_bar, delta_bar) / size.clamp(min=tiny)  # |A r| / (|A| |r|), before this step
+            # |A r| / (|A| |r|) before this step, no better than rounding lets it be.
+            slope = torch.hypot(gamma_bar, delta_bar) / size.clamp(min=tiny) + eps * grown
             flatter = active & (slope < flatness)
             if bool(flatter.any()):
-                since = torch.where(flatter & ((since == 0) | (length < 0.9 * floor)), step, since)
-                flatness, floor = torch.where(flatter, slope, flatness), torch.where(flatter, length, floor)
+                flatness = torch.where(flatter, slope, flatness)
                 x_flat = torch.where(flatter.unsqueeze(-1), x, x_flat)
             # The new rotation, and the step along w.
             gamma = torch.hypot(gamma_bar, beta).clamp(min=tiny)
@@ -90,33 +90,39 @@ def minres_rows(
             w_next = q.addcmul(epsilon_old.unsqueeze(-1), w_old, value=-1).addcmul_(delta.unsqueeze(-1), w, value=-1)
             w, w_old = w_next / gamma.unsqueeze(-1), w
             x_next = x.addcmul(tau.unsqueeze(-1), w)
-            outgrown = outgrown | active & ~(size * norm(x_next, dim=-1) < eps**-0.75)
+            grown = size * norm(x_next, dim=-1)
+            outgrown = outgrown | active & ~(grown < eps**-0.75)
             active = active & ~outgrown
             x, length = torch.where(active.unsqueeze(-1), x_next, x), torch.where(active, phi, length)
             q, q_old = divide(q_next, beta), q
             if callback is not None:
                 callback(step, torch.where(scaled.nonfinite, torch.nan, length))
-            idle = (flatness < root) & (step > 2 * since + 10) & (length > 0.9 * floor)
-            active = active & (length > tol) & ~idle
+            done = length <= (3 * eps * (1 + grown)).clamp(min=tol, max=max(root, tol))  # no more can be had
+            active = active & ~done
         # What is left is the truth: recompute, and restart the rows that rounding fooled while that still helps.
         flat, before = flatness < root, residual
-        for candidate in (x_flat, x) if bool((since > 0).any()) else (x,):
+        strayed = outgrown | (flatness < eps**0.25)  # x may be long for a tiny gain
+        for candidate in (x_flat, x) if bool(strayed.any()) else (x,):
             left = b - (matvec(candidate) if gauge is None else matvec(candidate / gauge))
             true = norm(left, dim=-1)
             status[~true.isfinite() & (status == Status.MAX_ITER)] = int(Status.NONFINITE)
-            better = true < torch.where(flat & (residual < before), 0.9, 1.0) * residual
+            better = true < torch.where(strayed, 0.9, 1.0) * residual if candidate is x else true < residual
             best, r = (torch.where(better.unsqueeze(-1), a, z) for a, z in ((candidate, best), (left, r)))
             residual = torch.where(better, true, residual)
         unmet = (status == Status.MAX_ITER) & (residual > attainable(best, size, eps).clamp(min=tol))
-        ended = unmet & ((length <= tol) | flat | outgrown)
+        ended = unmet & (done | flat | outgrown)
         sharper = torch.zeros_like(ended)
         if bool((ended & (flat | outgrown)).any()):
             along = divide(r, residual)
-            slope = norm(matvec(along) if gauge is None else matvec(along) / gauge, dim=-1) / size.clamp(min=tiny)
+            a_along = matvec(along) if gauge is None else matvec(along) / gauge
+            slope = norm(a_along, dim=-1) / size.clamp(min=tiny)
             apart = ended & (slope <= root)
             status[apart] = int(Status.SINGULAR)
-            part = torch.linalg.vecdot(best, along)
-            best = best.addcmul(torch.where(apart, part, 0.0).unsqueeze(-1), along, value=-1)
+            part = torch.linalg.vecdot(best, along).unsqueeze(-1)
+            true = norm(r.addcmul(part, a_along), dim=-1)
+            lifted = apart & (true <= 1.01 * residual)
+            best = torch.where(lifted.unsqueeze(-1), best.addcmul(part, along, value=-1), best)
+            residual = torch.where(lifted, true, residual)
             remainder = torch.where(apart.unsqueeze(-1), along, remainder)
             ended, sharper, sharpest = ended & ~apart, slope < 0.5 * sharpest, torch.minimum(sharpest, slope)
         active = ended & ((residual <= 0.5 * before) | sharper)

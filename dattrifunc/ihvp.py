@@ -385,6 +385,7 @@ def ihvp_at_x_cg(
     chunk_size: int | None = None,
     has_aux: bool = False,
     callback: Callback | None = None,
+    x0: Tree = None,
 ) -> Solve:
     """Bind x and return v -> (C + lambda I)^-1 v by conjugate gradients.
 
@@ -402,6 +403,7 @@ def ihvp_at_x_cg(
         chunk_size: most vectors pushed through autodiff at once; None = all k.
         has_aux: return ``(u, SolveInfo)``.
         callback: ``callback(iteration, residuals)``, residuals relative, in the shape of the info's fields.
+        x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -432,6 +434,7 @@ def ihvp_at_x_cg(
         chunk_size=chunk_size,
         has_aux=has_aux,
         callback=callback,
+        x0=x0,
     ).bound(x)
 
 
@@ -447,6 +450,7 @@ def ihvp_cg(
     chunk_size: int | None = None,
     has_aux: bool = False,
     callback: Callback | None = None,
+    x0: Tree = None,
 ) -> SolveAt:
     """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by conjugate gradients; see ``ihvp_at_x_cg``.
 
@@ -466,6 +470,7 @@ def ihvp_cg(
         chunk_size=chunk_size,
         has_aux=has_aux,
         callback=callback,
+        x0=x0,
     ).unbound
 
 
@@ -489,6 +494,7 @@ def ihvp_at_x_minres(
     chunk_size: int | None = None,
     has_aux: bool = False,
     callback: Callback | None = None,
+    x0: Tree = None,
 ) -> Solve:
     """Bind x and return v -> (C + lambda I)^-1 v by minimal residuals, C indefinite or singular as it may be.
 
@@ -506,6 +512,7 @@ def ihvp_at_x_minres(
         chunk_size: most vectors pushed through autodiff at once; None = all k.
         has_aux: return ``(u, SolveInfo)``.
         callback: ``callback(iteration, residuals)``, residuals relative, in the shape of the info's fields.
+        x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -537,6 +544,7 @@ def ihvp_at_x_minres(
         chunk_size=chunk_size,
         has_aux=has_aux,
         callback=callback,
+        x0=x0,
     ).bound(x)
 
 
@@ -552,6 +560,7 @@ def ihvp_minres(
     chunk_size: int | None = None,
     has_aux: bool = False,
     callback: Callback | None = None,
+    x0: Tree = None,
 ) -> SolveAt:
     """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by minimal residuals; see ``ihvp_at_x_minres``.
 
@@ -571,6 +580,7 @@ def ihvp_minres(
         chunk_size=chunk_size,
         has_aux=has_aux,
         callback=callback,
+        x0=x0,
     ).unbound
 
 

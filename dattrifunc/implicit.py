@@ -29,7 +29,7 @@ from torch.utils import _pytree as torch_pytree
 
 from .tree import is_plain
 
-__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "eager", "transforms_active"]
+__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "constant", "eager", "transforms_active"]
 
 Tensors = tuple[torch.Tensor, ...]
 Matvec = Callable[[torch.Tensor], torch.Tensor]
@@ -62,9 +62,11 @@ class Notes:
     Attributes:
         single: whether the caller gave one vector, so that facts are told as 0-d tensors.
         texts: what the solve found out, for SolveInfo.reason.
+        start: rows from which the next solve may start; taken by it, so that the solve of a derivative starts from 0.
     """
 
     single: bool = False
+    start: torch.Tensor | None = None
     texts: list[str] = field(default_factory=list)
 
 
@@ -215,6 +217,15 @@ class _Linear(torch.autograd.Function):
         higher = replace(system, levels=(*system.levels, Level(size, tuple(mapped))))
         outputs = _Linear.apply(higher, rows, *lifted)  # type: ignore[no-untyped-call]
         return tuple(outputs), (1,) * len(outputs)
+
+
+def constant(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the plain tensor behind what derivatives follow, as a constant; None where vmap maps it."""
+    while not is_plain(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return None
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.detach()
 
 
 def _alive(tensor: torch.Tensor) -> torch.Tensor:

@@ -268,6 +268,31 @@ for name, (unbound, bound, knobs) in INVERSES.items():
         *wrong(f"ihvp_at_x_{name}", "v", VECTORS, lambda v, at=at: at(P, X)(v)),
     ]
 
+STARTS = [
+    ("structure", {"w": V["w"]}, StructureError, r"x0: expected the structure \{'w': \*, 'b': \*\}, .*missing 'b'"),
+    (
+        "shape",
+        {**V, "w": V["w"].T},
+        StructureError,
+        r"x0\['w'\]: expected shape \(2, 3\), or \(k, 2, 3\) for .*\(3, 2\)",
+    ),
+    ("dtype", {**V, "w": V["w"].double()}, DtypeError, r"x0\['w'\]: expected dtype torch.float32, .*float64. Fix"),
+    ("number", {**V, "b": 1.0}, StructureError, r"x0\['b'\]: expected a tensor, got float. Fix"),
+    (
+        "k",
+        {"w": torch.ones(2, 2, 3), "b": torch.ones(2, 3)},
+        StructureError,
+        r"x0: expected one vector, as v, got k = 2. Fix: start",
+    ),
+    ("tensor", torch.ones(9), StructureError, r"x0: expected the structure .*, got \*. Fix"),
+]
+for name in ("cg", "minres"):
+    unbound, bound, _ = INVERSES[name]
+    LATE += [
+        *wrong(f"ihvp_{name}", "x0", STARTS, lambda x0, f=unbound: f(loss, x0=x0)((P, X), V)),
+        *wrong(f"ihvp_at_x_{name}", "x0", STARTS, lambda x0, f=bound: f(loss, P, X, x0=x0)(V)),
+    ]
+
 FEW = r"batch_size: expected at most the number of samples \(4\), got 5. Fix: pass batch_size <= 4"
 COUNTS = r"x: expected the same number of samples in each .* got .*4.*5.*\. Fix: pass in_dims with None for what holds"
 DOOR += [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import flat, leaves, nonquadratics, quadratics, reorder, row
+from strategies import flat, leaves, nonquadratics, quadratics, reorder, row, unflat
 
 import dattrifunc
 from dattrifunc import (
@@ -81,6 +81,20 @@ def test_losses_on_data(solver, form, problem, lam, mode):
         solver, form, problem.loss, problem.params, problem.data, regularization=lam, mode=mode, chunk_size=2, **samples
     )
     assert_solves(f(problem.rhs), problem.rhs, problem.hessian + lam * torch.eye(len(problem.hessian)).double())
+
+
+@pytest.mark.parametrize("solver", ["cg", "minres"])
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=10)
+@given(problem=quadratics())
+def test_starts(solver, form, problem):
+    """x0 is a tree like v: one for each vector, or one for all."""
+    want = torch.linalg.solve(problem.hessian, flat(problem.rhs, batch=True).T).T
+    for x0 in (unflat(want, problem.params), problem.params):
+        u, info = make(solver, form, problem.loss, problem.params, x0=x0, has_aux=True)(problem.rhs)
+        torch.testing.assert_close(flat(u, batch=True), want, rtol=1e-6, atol=1e-8)
+        assert (info.status == 0).all()
+        assert x0 is problem.params or (info.iterations == 0).all()
 
 
 def test_both_forms_take_the_same_knobs():

@@ -262,6 +262,76 @@ def test_attainable_accuracy_is_no_failure():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# starts
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+@given(st.integers(1, 8), st.integers(0, 2**31), st.floats(-25, 25), st.sampled_from([0, 1e-3, 1, 1e30, float("nan")]))
+def test_any_start_leads_to_the_solution(name, p, seed, exponent, error):
+    """A good start saves steps, a bad one costs a product; v, x0 and the matrix may have any scale."""
+    rng = torch.Generator().manual_seed(seed)
+    h, b = symmetric(rng, p, "spd"), torch.randn(3, p, generator=rng, dtype=torch.float64)
+    b[1] = 0
+    want = torch.linalg.solve(h, b.T).T
+    scale = 10**exponent
+    x0 = (want + error * torch.randn(3, p, generator=rng, dtype=torch.float64)) * scale
+    u, info = solve(name, h, b * scale, x0=x0, tol=1e-11)
+    torch.testing.assert_close(u / scale, want, rtol=1e-8, atol=1e-8)
+    assert (info.status == 0).all()
+    assert (u[1] == 0).all()
+    assert error or (info.iterations == 0).all()
+    u, info = solve(name, h * scale, b, x0=x0 / scale / scale, tol=1e-11)
+    torch.testing.assert_close(u * scale, want, rtol=1e-8, atol=1e-8)
+    one = solve(name, h, b * scale, x0=x0[0], tol=1e-11)  # one start for all
+    torch.testing.assert_close(one.value / scale, want, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.fault("F9")
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_start_saves_products(name):
+    """One product for the residual of x0, none more where it solves; the residual told is relative to v."""
+    calls = []
+
+    def matvec(v):
+        calls.append(1)
+        return v @ D124
+
+    info = getattr(solvers, name)(matvec, V124, x0=torch.ones(3)).info
+    assert info.iterations == 0
+    assert len(calls) == 2
+    near = torch.tensor([1.0, 1.0, 1.1])
+    info = getattr(solvers, name)(matvec, V124, x0=near).info
+    assert info.iterations == 1
+    info = getattr(solvers, name)(matvec, V124, x0=near, max_iter=0).info
+    torch.testing.assert_close(info.residual, torch.tensor(0.4) / V124.norm())
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_start_is_a_constant(name):
+    """Neither a derivative nor a map of v sees it, and one that is mapped is refused."""
+    f = getattr(solvers, name)
+    h, inverse = D124.double(), torch.linalg.inv(D124.double())
+    v = V124.double()
+    for x0 in (lambda u: 2 * u, lambda _: torch.ones(3, dtype=torch.float64)):
+        for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+            got = jacobian(lambda u, x0=x0: f(h, u, x0=x0(u), tol=1e-13).value)(v)
+            torch.testing.assert_close(got, inverse)
+    rows = torch.stack([v, -v, 3 * v])
+    torch.testing.assert_close(torch.func.vmap(lambda u: f(h, u, x0=v).value)(rows), rows @ inverse)
+    both = torch.func.vmap(lambda u: f(h, u, x0=rows @ inverse, batched=True).info.iterations)(
+        torch.stack([rows, -rows])
+    )
+    assert both[0].tolist() == [0] * 3
+    assert (both[1] > 0).all()
+    with pytest.raises(
+        ValueError, match=r"x0: expected the same start for all that vmap maps, got a mapped tensor. Fix"
+    ):
+        torch.func.vmap(lambda u, x0: f(h, u, x0=x0).value)(rows, rows)
+    x0 = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    assert not f(h, v, x0=x0).value.requires_grad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # minimal residuals
 
 

@@ -105,6 +105,8 @@ MAPS = {
     "ihvp_cg tree": (in_a_tree, divide),
     "ihvp_cg foreign product": (by_foreign_product, divide),
     "ihvp_minres": (lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM)((w, x, Y), v), divide),
+    "ihvp_cg x0": (lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, x0=W)((w, x, Y), v), divide),
+    "ihvp_minres x0": (lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, x0=W)((w, x, Y), v), divide),
     "ihvp_lissa": (by_lissa, divide),
     "solvers.cg": (by_matvec, divide),
     "solvers.cg batched": (by_batched_matvec, divide),
@@ -194,6 +196,7 @@ BOUND = {
     "hvp_at_x rev-fwd": (lambda w, x: hvp_at_x(loss, (w, x, Y), mode="rev-fwd", regularization=LAM), multiply),
     "ihvp_at_x_cg": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
     "ihvp_at_x_minres": (lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
+    "ihvp_at_x_cg x0": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM, x0=W), divide),
     "ihvp_at_x_explicit": (lambda w, x: ihvp_at_x_explicit(loss, w, x, Y, regularization=LAM), divide),
     "ihvp_at_x_lissa": (
         lambda w, x: dattrifunc.ihvp_at_x_lissa(

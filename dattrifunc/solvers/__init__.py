@@ -86,6 +86,7 @@ class Method(NamedTuple):
     rule: Rule
     tol: float
     random: bool = False
+    start: Tree = None
 
 
 def _judged(
@@ -122,7 +123,13 @@ def minres_method(**knobs: Any) -> Method:
 
 
 def _iterative(
-    name: str, solve: Callable[..., implicit.Raw], *, max_iter: int | None, tol: float, callback: Callback | None
+    name: str,
+    solve: Callable[..., implicit.Raw],
+    *,
+    max_iter: int | None,
+    tol: float,
+    callback: Callback | None,
+    x0: Tree = None,
 ) -> Method:
     """Return an iteration that makes one batched product per step."""
     tol = check_number(tol, "tol", fix=_TOL_FIX)
@@ -142,6 +149,7 @@ def _iterative(
             callback(iteration, residuals.squeeze(0) if problem.notes.single else residuals)
 
         def run(rows: torch.Tensor) -> implicit.Raw:
+            start, problem.notes.start = problem.notes.start, None
             return solve(
                 matvec,
                 rows,
@@ -151,11 +159,12 @@ def _iterative(
                 layout=problem.layout,
                 callback=None if callback is None else told,
                 notes=problem.notes.texts,
+                start=start,
             )
 
         return _judged(problem, name, tol, run)
 
-    return Method(name, rule, tol)
+    return Method(name, rule, tol, start=x0)
 
 
 def explicit_method() -> Method:
@@ -283,11 +292,25 @@ def run(method: Method, system: Any, held: implicit.System, tensors: Leaves, v: 
     point, notes = system.point, system.notes
     rows, notes.single = point.rows(v, argument)
     single = notes.single
+    notes.start = None if method.start is None else _start(point, method.start, len(rows), single)
     value, *facts = implicit.apply(held, rows, tensors)
     fields = [fact.squeeze(0) for fact in facts] if single else facts
     converged, status, iterations, residual = fields
     info = SolveInfo(converged, status, iterations, residual, method.name, "; ".join(notes.texts))
     return SolveResult(point.tree(value, single), info)
+
+
+def _start(point: Point, x0: Tree, count: int, single: bool) -> torch.Tensor:
+    """Return x0 as rows [1, p] or [k, p], constant."""
+    rows, alone = point.rows(x0, "x0")
+    if not alone and (single or len(rows) != count):
+        expected = "one vector" if single else f"one vector or k = {count}"
+        raise StructureError(message("x0", f"{expected}, as v", f"k = {len(rows)}", "start one solve per vector of v"))
+    plain = implicit.constant(rows)
+    if plain is None:
+        fix = "give vmap no x0 that it maps, or solve for a batch of v with a batch of x0"
+        raise ValueError(message("x0", "the same start for all that vmap maps", "a mapped tensor", fix))
+    return plain
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -459,6 +482,7 @@ def cg(
     max_iter: int | None = None,
     tol: float = 1e-7,
     callback: Callback | None = None,
+    x0: Tree = None,
 ) -> SolveResult:
     """Solve A u = b by conjugate gradients, A symmetric positive definite.
 
@@ -469,6 +493,7 @@ def cg(
         max_iter: most iterations (one batched product each); None = 10 p, at most 1000.
         tol: stop a right-hand side when ||b - A u|| <= tol ||b||.
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
+        x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info.
@@ -481,7 +506,7 @@ def cg(
     >>> cg(lambda v: 2 * v, torch.tensor([2.0, 4.0])).value
     tensor([1., 2.])
     """
-    method = cg_method(max_iter=max_iter, tol=tol, callback=callback)
+    method = cg_method(max_iter=max_iter, tol=tol, callback=callback, x0=x0)
     return _solve(matvec, b, method, batched=batched)
 
 
@@ -493,6 +518,7 @@ def minres(
     max_iter: int | None = None,
     tol: float = 1e-7,
     callback: Callback | None = None,
+    x0: Tree = None,
 ) -> SolveResult:
     """Solve A u = b by minimal residuals, A symmetric: indefinite or singular as it may be.
 
@@ -503,6 +529,7 @@ def minres(
         max_iter: most iterations (one batched product each); None = 10 p, at most 1000.
         tol: stop a right-hand side when ||b - A u|| <= tol ||b||.
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
+        x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info. Where A is singular, u is the
@@ -516,7 +543,7 @@ def minres(
     >>> minres(torch.diag(torch.tensor([2.0, -4.0, 0.0])), torch.tensor([2.0, 4.0, 1.0])).info.status
     tensor(3)
     """
-    method = minres_method(max_iter=max_iter, tol=tol, callback=callback)
+    method = minres_method(max_iter=max_iter, tol=tol, callback=callback, x0=x0)
     return _solve(matvec, b, method, batched=batched)
 
 

@@ -9,7 +9,7 @@ import torch
 from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
-from .rows import Matvec, attainable, gauge_of, judge, leaves_at, normalise
+from .rows import Matvec, attainable, divide, gauge_of, judge, leaves_at, normalise, start_at
 
 __all__ = ["cg_rows"]
 
@@ -24,6 +24,7 @@ def cg_rows(
     layout: Layout,
     callback: Callable[[int, torch.Tensor], None] | None = None,
     notes: list[str] | None = None,
+    start: torch.Tensor | None = None,
 ) -> Raw:
     """Solve A u = b for each row b of [k, *B, p], A symmetric, by one batched product per iteration.
 
@@ -37,9 +38,10 @@ def cg_rows(
     scaled = normalise(rows)
     b = scaled.unit
     work, tiny = torch.finfo(b.dtype).eps, torch.finfo(b.dtype).tiny
-    x, r, p = torch.zeros_like(b), b.clone(), b.clone()
+    x, r = start_at(matvec, scaled, start)
+    r, p = r.clone(), r.clone()
     rr = torch.linalg.vecdot(r, r)
-    active = rr > 0
+    active = rr > (0.0 if start is None else tol * tol)
     status = torch.full(rr.shape, int(Status.MAX_ITER), device=b.device)
     iterations = torch.zeros(rr.shape, dtype=torch.int64, device=b.device)
     largest = torch.zeros_like(rr)  # of |A p|^2 / |p|^2: what A was seen to do
@@ -52,8 +54,8 @@ def cg_rows(
         while step < max_iter and bool(active.any()):
             step += 1
             ap = matvec(p) if gauge is None else matvec(p) / gauge
-            if step == 1 and (gauge := gauge_of(ap)) is not None:
-                ap = ap / gauge
+            if step == 1 and (gauge := gauge_of(divide(ap, rr.sqrt()))) is not None:
+                ap, x = ap / gauge, x * gauge
             pp, pap, aa = (torch.linalg.vecdot(first, second) for first, second in ((p, p), (p, ap), (ap, ap)))
             growth = aa / pp.clamp(min=tiny)
             largest = torch.maximum(largest, growth)

@@ -9,7 +9,7 @@ import torch
 from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
-from .rows import Matvec, attainable, divide, gauge_of, judge, leaves_at, normalise
+from .rows import Matvec, attainable, divide, gauge_of, judge, leaves_at, normalise, start_at
 
 __all__ = ["minres_rows"]
 
@@ -24,6 +24,7 @@ def minres_rows(
     layout: Layout,
     callback: Callable[[int, torch.Tensor], None] | None = None,
     notes: list[str] | None = None,
+    start: torch.Tensor | None = None,
 ) -> Raw:
     """Minimise |b - A u| over Krylov spaces for each row b of [k, *B, p], A symmetric, one batched product per step.
 
@@ -40,8 +41,8 @@ def minres_rows(
     scaled = normalise(rows)
     b = scaled.unit
     norm, tiny, root = torch.linalg.vector_norm, torch.finfo(b.dtype).tiny, eps**0.5
-    x = best = torch.zeros_like(b)
-    r = b
+    x, r = start_at(matvec, scaled, start)
+    best = x
     length = residual = norm(r, dim=-1)
     zero = torch.zeros_like(length)
     size, sharpest = zero, torch.full_like(zero, torch.inf)
@@ -49,7 +50,7 @@ def minres_rows(
     iterations = torch.zeros_like(status)
     remainder = torch.zeros_like(b)  # what lies outside the range
     gauge: torch.Tensor | None = None  # [k, *B, 1]: the iteration runs on A / gauge
-    active, step = length > 0, 0
+    active, step = length > (0.0 if start is None else tol), 0
     while True:
         # One run of the Lanczos process from r: A Q = Q T, T tridiagonal, and its QR factors by rotations (c, s).
         q, q_old = divide(r, length), torch.zeros_like(b)
@@ -62,7 +63,7 @@ def minres_rows(
             step += 1
             aq = matvec(q) if gauge is None else matvec(q) / gauge
             if step == 1 and (gauge := gauge_of(aq)) is not None:
-                aq = aq / gauge
+                aq, x, x_flat, best = aq / gauge, x * gauge, x * gauge, x * gauge
             growth = norm(aq, dim=-1)
             broken = active & ~growth.isfinite()
             if bool(broken.any()):

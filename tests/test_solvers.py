@@ -302,6 +302,10 @@ def test_a_start_saves_products(name):
     near = torch.tensor([1.0, 1.0, 1.1])
     info = getattr(solvers, name)(matvec, V124, x0=near).info
     assert info.iterations == 1
+    for scale in (1e-25, 1e25):  # curvature whose squares leave the range of float32
+        u, info = solve(name, scale * D124, V124, x0=near / scale)
+        torch.testing.assert_close(u * scale, torch.ones(3))
+        assert info.iterations == 1
     info = getattr(solvers, name)(matvec, V124, x0=near, max_iter=0).info
     torch.testing.assert_close(info.residual, torch.tensor(0.4) / V124.norm())
 

@@ -15,7 +15,7 @@ import torch
 from . import implicit, solvers
 from .errors import StructureError, message
 from .products import Curvature, bound, check_product_knobs, curvature, hvp_at_x
-from .solvers import Callback, Method
+from .solvers import Callback, Method, Preconditioner
 from .tree import (
     Leaves,
     Tree,
@@ -386,6 +386,8 @@ def ihvp_at_x_cg(
     has_aux: bool = False,
     callback: Callback | None = None,
     x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> Solve:
     """Bind x and return v -> (C + lambda I)^-1 v by conjugate gradients.
 
@@ -404,6 +406,9 @@ def ihvp_at_x_cg(
         has_aux: return ``(u, SolveInfo)``.
         callback: ``callback(iteration, residuals)``, residuals relative, in the shape of the info's fields.
         x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
+        preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
+            C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
+        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -435,6 +440,8 @@ def ihvp_at_x_cg(
         has_aux=has_aux,
         callback=callback,
         x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
     ).bound(x)
 
 
@@ -451,6 +458,8 @@ def ihvp_cg(
     has_aux: bool = False,
     callback: Callback | None = None,
     x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> SolveAt:
     """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by conjugate gradients; see ``ihvp_at_x_cg``.
 
@@ -471,6 +480,8 @@ def ihvp_cg(
         has_aux=has_aux,
         callback=callback,
         x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
     ).unbound
 
 
@@ -495,6 +506,8 @@ def ihvp_at_x_minres(
     has_aux: bool = False,
     callback: Callback | None = None,
     x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> Solve:
     """Bind x and return v -> (C + lambda I)^-1 v by minimal residuals, C indefinite or singular as it may be.
 
@@ -513,6 +526,9 @@ def ihvp_at_x_minres(
         has_aux: return ``(u, SolveInfo)``.
         callback: ``callback(iteration, residuals)``, residuals relative, in the shape of the info's fields.
         x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
+        preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
+            C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
+        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -545,6 +561,8 @@ def ihvp_at_x_minres(
         has_aux=has_aux,
         callback=callback,
         x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
     ).bound(x)
 
 
@@ -561,6 +579,8 @@ def ihvp_minres(
     has_aux: bool = False,
     callback: Callback | None = None,
     x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> SolveAt:
     """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by minimal residuals; see ``ihvp_at_x_minres``.
 
@@ -581,6 +601,8 @@ def ihvp_minres(
         has_aux=has_aux,
         callback=callback,
         x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
     ).unbound
 
 

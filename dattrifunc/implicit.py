@@ -29,7 +29,7 @@ from torch.utils import _pytree as torch_pytree
 
 from .tree import is_plain
 
-__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "constant", "eager", "transforms_active"]
+__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "constant", "eager", "frozen", "transforms_active"]
 
 Tensors = tuple[torch.Tensor, ...]
 Matvec = Callable[[torch.Tensor], torch.Tensor]
@@ -225,7 +225,7 @@ def constant(tensor: torch.Tensor) -> torch.Tensor | None:
         if torch._C._functorch.is_batchedtensor(tensor):
             return None
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.detach()
+    return tensor if transforms_active() else tensor.detach()  # inside, detach would wrap it again
 
 
 def _alive(tensor: torch.Tensor) -> torch.Tensor:
@@ -312,6 +312,26 @@ class Closure:
                 return rebuilt(*args)
 
         return call
+
+
+def frozen(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the function with tensors of running transforms as constants; None where vmap maps one of them."""
+    seen = _Walk({})
+    seen(func)
+    live = [t for t in (*seen.found, *seen.owned) if not is_plain(t)]
+    if not live:
+        return func
+    plain = [constant(t) for t in live]
+    table = {id(a): b for a, b in zip(live, plain, strict=True) if b is not None}
+    if len(table) < len({id(t) for t in live}):
+        return None
+    rebuilt = _Walk(table)(func)
+
+    def call(*args: Any) -> Any:
+        with _Substitute(table):
+            return rebuilt(*args)
+
+    return call
 
 
 class _Walk:

@@ -83,6 +83,14 @@ KNOBS = {
         (1.5, TypeError, r"max_iter: expected an integer >= 0 or None \(10 p, at most 1000\), got 1.5. Fix"),
     ],
     "callback": [(3, TypeError, r"callback: expected a function, got int. Fix: pass callback\(iteration, residuals\)")],
+    "preconditioner": [
+        (
+            "nystrom",
+            ValueError,
+            r"preconditioner: expected 'jacobi', a function or None, got 'nystrom'. Fix: pass 'jac",
+        ),
+        (3, TypeError, r"preconditioner: expected a function, got int. Fix: pass a function v -> M v .*'jacobi'"),
+    ],
     "batch_size": [
         (0, ValueError, r"batch_size: expected an integer >= 1, got 0. Fix: pass a positive integer"),
         (2.5, TypeError, r"batch_size: expected an integer >= 1, got 2.5. Fix"),
@@ -196,7 +204,7 @@ def wrong(call: str, what: str, table: list[Any], make: Callable[[Any], Any]) ->
 
 # Knobs that a call with x and v, and a call without either, take alike.
 COMMON = ["argnums", "mode", "regularization", "chunk_size"]
-ITERATIVE = ["product", "tol", "max_iter", "callback"]
+ITERATIVE = ["product", "tol", "max_iter", "callback", "preconditioner", "generator"]
 SAMPLING = ["tol", "batch_size", "num_repeat", "recursion_depth", "damping", "scaling", "generator"]
 INVERSES: dict[str, tuple[Any, Any, list[str]]] = {
     "explicit": (ihvp_explicit, ihvp_at_x_explicit, [*COMMON, "product"]),
@@ -286,11 +294,21 @@ STARTS = [
     ),
     ("tensor", torch.ones(9), StructureError, r"x0: expected the structure .*, got \*. Fix"),
 ]
+NEAR = [
+    ("structure", lambda v: v["w"], StructureError, r"preconditioner\(v\): expected the structure .*'b'"),
+    ("shape", lambda v: {**v, "w": v["w"].T}, StructureError, r"preconditioner\(v\)\['w'\]: .*\(3, 2\)"),
+    ("k", lambda v: {n: t[None] for n, t in v.items()}, StructureError, r"preconditioner\(v\): expected one .*k = 1"),
+    ("dtype", lambda v: {**v, "w": v["w"].double()}, DtypeError, r"preconditioner\(v\)\['w'\]: .*float64. Fix"),
+    ("number", lambda v: {**v, "b": 1.0}, StructureError, r"preconditioner\(v\)\['b'\]: expected a tensor, got float"),
+    ("none", lambda _: None, StructureError, r"preconditioner\(v\): expected the structure .*, got None. Fix"),
+]
 for name in ("cg", "minres"):
     unbound, bound, _ = INVERSES[name]
     LATE += [
         *wrong(f"ihvp_{name}", "x0", STARTS, lambda x0, f=unbound: f(loss, x0=x0)((P, X), V)),
         *wrong(f"ihvp_at_x_{name}", "x0", STARTS, lambda x0, f=bound: f(loss, P, X, x0=x0)(V)),
+        *wrong(f"ihvp_{name}", "M", NEAR, lambda m, f=unbound: f(loss, preconditioner=m)((P, X), V)),
+        *wrong(f"ihvp_at_x_{name}", "M", NEAR, lambda m, f=bound: f(loss, P, X, preconditioner=m)(V)),
     ]
 
 FEW = r"batch_size: expected at most the number of samples \(4\), got 5. Fix: pass batch_size <= 4"

@@ -24,13 +24,28 @@ def hilbert(p, dtype=torch.float64):
     return (1 / (i[:, None] + i[None, :] - 1)).to(dtype)
 
 
+def spectral(seed, p, values):
+    """A matrix with these eigenvalues, and a generator."""
+    rng = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(p, p, generator=rng, dtype=torch.float64)).Q
+    h = (basis * values) @ basis.T
+    return (h + h.T) / 2, rng
+
+
 def solve(name, matrix, b, **knobs):
     """Solve by name; b is one vector [p] or rows [k, p]."""
     batched = b.ndim == 2
-    return getattr(solvers, name)(lambda v: v @ matrix, b, batched=batched, **knobs)
+    return getattr(solvers, name.split()[0])(lambda v: v @ matrix, b, batched=batched, **knobs)
 
 
-NAMES = {"cg": {"tol": 1e-12}, "minres": {"tol": 1e-12}, "explicit": {}, "lissa": LISSA}
+NAMES = {
+    "cg": {"tol": 1e-12},
+    "minres": {"tol": 1e-12},
+    "cg jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
+    "minres jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
+    "explicit": {},
+    "lissa": LISSA,
+}
 ITERATIVE = ["cg", "minres"]
 
 
@@ -47,13 +62,13 @@ def test_equals_dense_algebra(name, problem):
     def matmat(v):
         return unflat(flat(v, batch=True) @ h, problem.params)
 
-    u, info = getattr(solvers, name)(matmat, rhs, batched=True, **NAMES[name])
+    u, info = getattr(solvers, name.split()[0])(matmat, rhs, batched=True, **NAMES[name])
     torch.testing.assert_close(flat(u, batch=True), want, rtol=1e-6, atol=1e-8)
     assert info.converged.shape == (len(want),)
     assert info.converged.all()
     assert (info.status == 0).all()
     if len(want):
-        u, info = getattr(solvers, name)(matvec, row(rhs, 0), **NAMES[name])
+        u, info = getattr(solvers, name.split()[0])(matvec, row(rhs, 0), **NAMES[name])
         torch.testing.assert_close(flat(u), want[0], rtol=1e-6, atol=1e-8)
         assert info.converged.shape == info.residual.shape == info.status.shape == info.iterations.shape == ()
         true = torch.linalg.vector_norm(flat(row(rhs, 0)) - h @ flat(u)) / flat(row(rhs, 0)).norm()
@@ -205,7 +220,7 @@ def test_one_batched_product_per_iteration(name):
         return v @ D124
 
     b = torch.stack([torch.tensor([1.0, 0, 0]), V124])
-    info = getattr(solvers, name)(matvec, b, batched=True).info
+    info = getattr(solvers, name.split()[0])(matvec, b, batched=True).info
     assert info.iterations.tolist() == [1, 3]
     assert shapes == [(2, 3)] * 4
 
@@ -246,7 +261,7 @@ def test_a_product_that_is_not_finite(name):
         with pytest.raises(ValueError, match=r"expected finite curvature, got \d NaN or inf entries"):
             solvers.explicit(matvec, torch.ones(2))
     else:
-        u, info = getattr(solvers, name)(matvec, torch.ones(2), **NAMES[name])
+        u, info = getattr(solvers, name.split()[0])(matvec, torch.ones(2), **NAMES[name])
         assert info.status == Status.NONFINITE
         assert not info.converged
         assert u.isnan().all()
@@ -296,17 +311,17 @@ def test_a_start_saves_products(name):
         calls.append(1)
         return v @ D124
 
-    info = getattr(solvers, name)(matvec, V124, x0=torch.ones(3)).info
+    info = getattr(solvers, name.split()[0])(matvec, V124, x0=torch.ones(3)).info
     assert info.iterations == 0
     assert len(calls) == 2
     near = torch.tensor([1.0, 1.0, 1.1])
-    info = getattr(solvers, name)(matvec, V124, x0=near).info
+    info = getattr(solvers, name.split()[0])(matvec, V124, x0=near).info
     assert info.iterations == 1
     for scale in (1e-25, 1e25):  # curvature whose squares leave the range of float32
         u, info = solve(name, scale * D124, V124, x0=near / scale)
         torch.testing.assert_close(u * scale, torch.ones(3))
         assert info.iterations == 1
-    info = getattr(solvers, name)(matvec, V124, x0=near, max_iter=0).info
+    info = getattr(solvers, name.split()[0])(matvec, V124, x0=near, max_iter=0).info
     torch.testing.assert_close(info.residual, torch.tensor(0.4) / V124.norm())
 
 
@@ -336,6 +351,116 @@ def test_a_start_is_a_constant(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# preconditioners
+
+DIAGONAL = torch.tensor([1.0, 100.0, 1e4])
+UNFIT = {
+    "negative": lambda v: -v,
+    "indefinite": lambda v: v * torch.tensor([1.0, -1.0, 1.0]),
+    "zero": lambda v: 0 * v,
+    "nan": lambda v: v * float("nan"),
+    "inf": lambda v: v * float("inf"),
+}
+
+
+@pytest.mark.fault("F9")
+@pytest.mark.parametrize("name", ITERATIVE)
+@pytest.mark.parametrize("near", ["jacobi", lambda v: v / DIAGONAL, lambda v: 1e30 * (v / DIAGONAL)], ids=str)
+def test_a_preconditioned_step(name, near):
+    """The inverse itself, at any scale: one step, and the answer without it is the same."""
+    h, v = torch.diag(DIAGONAL).double(), torch.tensor([3.0, -2.0, 5.0]).double()
+    u, info = solve(name, h, v, preconditioner=near)
+    torch.testing.assert_close(u, v / DIAGONAL, rtol=1e-6, atol=0)
+    assert info.iterations == 1
+    plain = solve(name, h, v, tol=1e-10)
+    torch.testing.assert_close(plain.value, u, rtol=1e-6, atol=0)
+    assert plain.info.iterations >= 3
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_preconditioner_that_is_not_positive_definite(name, unfit):
+    """Flagged with a reason, finite; rows that do not meet the trouble are solved."""
+    h, b = torch.diag(DIAGONAL), torch.tensor([[1.0, 1, 1], [0, 0, 2], [0, 0, 0]])
+    u, info = solve(name, h, b, preconditioner=UNFIT[unfit])
+    assert u.isfinite().all()
+    assert info.status[0] == Status.SINGULAR
+    assert info.status[2] == 0
+    assert info.status[1] == (0 if unfit == "indefinite" else Status.SINGULAR)
+    assert "the preconditioner is not positive definite" in info.reason
+    assert not info.converged[0]
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+@given(
+    st.integers(1, 20), st.integers(0, 2**31), st.sampled_from(["spd", "indefinite", "singular"]), st.floats(-25, 25)
+)
+def test_any_preconditioner_leads_to_the_solution(name, p, seed, kind, exponent):
+    """A random positive definite M of any scale, batched and not; the residual told is v - A u, whatever M."""
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.linspace(1, 3, p, dtype=torch.float64)
+    if name == "minres" and kind != "spd":
+        values[::2] *= -1
+        values[: (p + 2) // 3] *= kind != "singular"
+    h, rng = spectral(seed, p, values)
+    factor = torch.randn(p, p, generator=rng, dtype=torch.float64)
+    m = (factor @ factor.T + torch.eye(p)) * 10**exponent
+    b = torch.randn(3, p, generator=rng, dtype=torch.float64)
+    b[1] = 0
+    f = getattr(solvers, name)
+    u, info = f(lambda v: v @ h, b, batched=True, preconditioner=lambda v: v @ m, tol=1e-9)
+    one = f(lambda v: h @ v, b[0], preconditioner=lambda v: m @ v, tol=1e-9)
+    torch.testing.assert_close(one.value, u[0], rtol=1e-5, atol=1e-5)
+    left = b - u @ h
+    torch.testing.assert_close(
+        info.residual * torch.linalg.vector_norm(b, dim=1), torch.linalg.vector_norm(left, dim=1), rtol=1e-3, atol=1e-8
+    )
+    if name == "minres" and kind == "singular":
+        assert info.status.tolist() == [Status.SINGULAR, 0, Status.SINGULAR]
+        assert torch.linalg.vector_norm(left @ h) < 1e-5
+    else:
+        assert (info.status == 0).all()
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_jacobi_pays_and_repeats(name):
+    """More parameters than probes: fewer steps, same seed same bits, the global random state is left alone."""
+    rng = torch.Generator().manual_seed(0)
+    p = 150
+    scale = 10 ** torch.linspace(-1.5, 1.5, p, dtype=torch.float64)
+    h = symmetric(rng, p, "spd") * scale * scale[:, None]
+    v = torch.randn(p, generator=rng, dtype=torch.float64)
+    state = torch.get_rng_state()
+
+    def run(seed):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return solve(name, h, v, preconditioner="jacobi", generator=generator, tol=1e-6)
+
+    assert run(0).info.converged
+    assert torch.equal(run(0).value, run(0).value)
+    assert torch.equal(run(None).value, run(None).value)
+    assert not torch.equal(run(0).value, run(1).value)
+    assert torch.equal(torch.get_rng_state(), state)
+    plain = solve(name, h, v, tol=1e-6, max_iter=1000).info
+    assert 3 * run(0).info.iterations < plain.iterations
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_preconditioner_is_a_constant(name):
+    """Derivatives do not see it; one that vmap maps is refused."""
+    h, v = D124.double(), V124.double()
+    f = getattr(solvers, name)
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        got = jacobian(lambda u: f(h, u, preconditioner=lambda w: w / (1 + u**2), tol=1e-13).value)(v)
+        torch.testing.assert_close(got, torch.linalg.inv(h))
+    rows = torch.stack([v, -v, 3 * v])
+    got = torch.func.vmap(lambda u: f(h, u, preconditioner=lambda w: w / v, tol=1e-13).value)(rows)
+    torch.testing.assert_close(got, rows @ torch.linalg.inv(h))
+    with pytest.raises(ValueError, match=r"preconditioner: expected the same function for all that vmap maps"):
+        torch.func.vmap(lambda u: f(h, u, preconditioner=lambda w: w * u**2).value)(rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # minimal residuals
 
 
@@ -362,14 +487,6 @@ def test_minres_equals_dense_algebra_on_indefinite_systems(problem):
     )
     torch.testing.assert_close(flat(u, batch=True), want, rtol=1e-8, atol=1e-9)
     assert (info.status == 0).all()
-
-
-def spectral(seed, p, values):
-    """A matrix with these eigenvalues, and a generator."""
-    rng = torch.Generator().manual_seed(seed)
-    basis = torch.linalg.qr(torch.randn(p, p, generator=rng, dtype=torch.float64)).Q
-    h = (basis * values) @ basis.T
-    return (h + h.T) / 2, rng
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -621,7 +738,7 @@ def test_trees_of_mixed_dtypes():
 @pytest.mark.parametrize("name", NAMES)
 def test_empty_trees(name):
     for b in ({}, {"a": torch.zeros(0)}, torch.zeros(0)):
-        u, info = getattr(solvers, name)(lambda v: v, b, **NAMES[name])
+        u, info = getattr(solvers, name.split()[0])(lambda v: v, b, **NAMES[name])
         assert info.converged
         assert (u == {}) if b == {} else True
 

@@ -107,6 +107,16 @@ MAPS = {
     "ihvp_minres": (lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM)((w, x, Y), v), divide),
     "ihvp_cg x0": (lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, x0=W)((w, x, Y), v), divide),
     "ihvp_minres x0": (lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, x0=W)((w, x, Y), v), divide),
+    "ihvp_cg jacobi": (
+        lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, preconditioner="jacobi")((w, x, Y), v),
+        divide,
+    ),
+    "ihvp_minres M": (
+        lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, preconditioner=lambda u: u / (1 + W**2))(
+            (w, x, Y), v
+        ),
+        divide,
+    ),
     "ihvp_lissa": (by_lissa, divide),
     "solvers.cg": (by_matvec, divide),
     "solvers.cg batched": (by_batched_matvec, divide),
@@ -197,6 +207,10 @@ BOUND = {
     "ihvp_at_x_cg": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
     "ihvp_at_x_minres": (lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
     "ihvp_at_x_cg x0": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM, x0=W), divide),
+    "ihvp_at_x_minres jacobi": (
+        lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM, preconditioner="jacobi"),
+        divide,
+    ),
     "ihvp_at_x_explicit": (lambda w, x: ihvp_at_x_explicit(loss, w, x, Y, regularization=LAM), divide),
     "ihvp_at_x_lissa": (
         lambda w, x: dattrifunc.ihvp_at_x_lissa(

@@ -38,11 +38,13 @@ from .conjugate import cg_rows
 from .dense import factorise, matrix_of
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
 from .minimal import minres_rows
+from .precondition import PROBES, by_diagonal, diagonal_of, random_signs
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
 __all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres"]
 
 Callback = Callable[[int, torch.Tensor], None]
+Preconditioner = Callable[[Tree], Tree] | str | None
 _TOL_FIX = "pass a relative tolerance, for example tol=1e-7"
 
 
@@ -130,6 +132,9 @@ def _iterative(
     tol: float,
     callback: Callback | None,
     x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
+    batched: bool = False,
 ) -> Method:
     """Return an iteration that makes one batched product per step."""
     tol = check_number(tol, "tol", fix=_TOL_FIX)
@@ -139,9 +144,32 @@ def _iterative(
         )
     if callback is not None:
         check_callable(callback, "callback", "callback(iteration, residuals)")
+    check_generator(generator)
+    if isinstance(preconditioner, str) and preconditioner != "jacobi":
+        fix = "pass 'jacobi', or a function v -> M v"
+        raise ValueError(message("preconditioner", "'jacobi', a function or None", repr(preconditioner), fix))
+    if preconditioner is not None and not isinstance(preconditioner, str):
+        check_callable(preconditioner, "preconditioner", "a function v -> M v that stands for the inverse, or 'jacobi'")
+        preconditioner = implicit.frozen(preconditioner)
+        if preconditioner is None:
+            fix = "pass one that depends on nothing that vmap maps"
+            raise ValueError(message("preconditioner", "the same function for all that vmap maps", "a mapped one", fix))
+    drawn: dict[str, torch.Tensor] = {}  # what chance decided: once, also for the solves behind a derivative
+
+    def near(problem: Problem, matvec: implicit.Matvec) -> implicit.Matvec | None:
+        p = problem.layout.size
+        if preconditioner is None or not p:
+            return None
+        if not isinstance(preconditioner, str):
+            return _on_rows(preconditioner, problem.point, batched)
+        if p > PROBES and not drawn:
+            drawn["signs"] = random_signs(PROBES, p, generator)
+        like = torch.empty(p, dtype=problem.point.work_dtype, device=device_of(problem.point))
+        return by_diagonal(diagonal_of(matvec, _sizes(problem), drawn.get("signs"), like))
 
     def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
         matvec = problem.matvec(tensors)
+        precondition = near(problem, matvec)
         limit = min(10 * problem.layout.size, 1000) if max_iter is None else max_iter
 
         def told(iteration: int, residuals: torch.Tensor) -> None:
@@ -160,11 +188,38 @@ def _iterative(
                 callback=None if callback is None else told,
                 notes=problem.notes.texts,
                 start=start,
+                precondition=precondition,
             )
 
         return _judged(problem, name, tol, run)
 
     return Method(name, rule, tol, start=x0)
+
+
+def _on_rows(preconditioner: Callable[[Tree], Tree], point: Point, batched: bool) -> implicit.Matvec:
+    """Return a user's preconditioner on rows [k, *B, p], the same constant for all of them."""
+
+    def apply(rows: torch.Tensor) -> torch.Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        if not len(flat):
+            return rows
+
+        def call(v: torch.Tensor, single: bool) -> torch.Tensor:
+            found, alone = point.rows(preconditioner(point.tree(v, single)), "preconditioner(v)")
+            if alone != single or len(found) != len(v):
+                expected, got = "one vector" if single else f"{len(v)} vectors", "one" if alone else f"k = {len(found)}"
+                fix = "return M v in the shapes of v; batched says whether v is one vector or k of them"
+                raise StructureError(message("preconditioner(v)", f"{expected}, as v", got, fix))
+            return found
+
+        with torch.no_grad():
+            if batched:
+                out = call(flat, False)
+            else:
+                out = torch.func.vmap(lambda row: call(row.unsqueeze(0), True).squeeze(0))(flat)
+        return out.reshape(rows.shape)
+
+    return apply
 
 
 def explicit_method() -> Method:
@@ -483,6 +538,8 @@ def cg(
     tol: float = 1e-7,
     callback: Callback | None = None,
     x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> SolveResult:
     """Solve A u = b by conjugate gradients, A symmetric positive definite.
 
@@ -494,6 +551,9 @@ def cg(
         tol: stop a right-hand side when ||b - A u|| <= tol ||b||.
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
         x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
+        preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
+            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
+        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info.
@@ -506,7 +566,15 @@ def cg(
     >>> cg(lambda v: 2 * v, torch.tensor([2.0, 4.0])).value
     tensor([1., 2.])
     """
-    method = cg_method(max_iter=max_iter, tol=tol, callback=callback, x0=x0)
+    method = cg_method(
+        max_iter=max_iter,
+        tol=tol,
+        callback=callback,
+        x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
+        batched=batched,
+    )
     return _solve(matvec, b, method, batched=batched)
 
 
@@ -519,6 +587,8 @@ def minres(
     tol: float = 1e-7,
     callback: Callback | None = None,
     x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> SolveResult:
     """Solve A u = b by minimal residuals, A symmetric: indefinite or singular as it may be.
 
@@ -530,6 +600,9 @@ def minres(
         tol: stop a right-hand side when ||b - A u|| <= tol ||b||.
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
         x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
+        preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
+            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
+        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info. Where A is singular, u is the
@@ -543,7 +616,15 @@ def minres(
     >>> minres(torch.diag(torch.tensor([2.0, -4.0, 0.0])), torch.tensor([2.0, 4.0, 1.0])).info.status
     tensor(3)
     """
-    method = minres_method(max_iter=max_iter, tol=tol, callback=callback, x0=x0)
+    method = minres_method(
+        max_iter=max_iter,
+        tol=tol,
+        callback=callback,
+        x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
+        batched=batched,
+    )
     return _solve(matvec, b, method, batched=batched)
 
 

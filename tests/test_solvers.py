@@ -11,6 +11,7 @@ from strategies import flat, quadratics, row, symmetric, unflat
 from dattrifunc import ConvergenceWarning, ihvp_at_x_cg, solvers
 from dattrifunc.solvers import Status
 from dattrifunc.solvers.dense import factorise
+from dattrifunc.solvers.precondition import diagonal_of, random_signs
 from dattrifunc.solvers.stochastic import draw_batches
 from dattrifunc.tree import Layout
 
@@ -420,6 +421,45 @@ def test_any_preconditioner_leads_to_the_solution(name, p, seed, kind, exponent)
         assert torch.linalg.vector_norm(left @ h) < 1e-5
     else:
         assert (info.status == 0).all()
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+@pytest.mark.parametrize("max_iter", [1, 2, 5, 9])
+@pytest.mark.parametrize("exponent", [-30, 0, 30])
+def test_a_preconditioned_row_is_judged_by_its_residual(name, max_iter, exponent):
+    """What is called back on the way is |b - A u| / |b|, in no norm of M's, and M may have any scale in float32."""
+    rng = torch.Generator().manual_seed(0)
+    h = symmetric(rng, 12, "spd")
+    factor = torch.randn(12, 12, generator=rng, dtype=torch.float64)
+    m = factor @ factor.T + torch.eye(12)
+    b, told = torch.randn(12, generator=rng, dtype=torch.float64), []
+    for dtype, rtol in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
+        near = (m * 10.0**exponent).to(dtype)
+        info = solve(
+            name, h.to(dtype), b.to(dtype), preconditioner=lambda v, near=near: near @ v, max_iter=max_iter,
+            callback=lambda _, r: told.append(r),
+        ).info  # fmt: skip
+        torch.testing.assert_close(told[-1], info.residual, rtol=rtol, atol=0)
+        assert info.status == Status.MAX_ITER
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1.0, 1e35])
+def test_diagonal_by_probes(scale):
+    """Within 5 standard errors where p > 64, exact by unit vectors; positive in any case."""
+    rng = torch.Generator().manual_seed(0)
+    h = symmetric(rng, 100, "spd") + torch.diag(10 * torch.rand(100, generator=rng, dtype=torch.float64))
+    h[3], h[:, 3] = 0, 0
+    want = torch.diagonal(h) / torch.diagonal(h).max()
+    want[3] = 1
+    matrix = (h * scale).float()
+    exact = diagonal_of(lambda v: v @ matrix, (), None, matrix[0])
+    torch.testing.assert_close(exact, want.float())
+    got = diagonal_of(lambda v: v @ matrix, (), random_signs(4096, 100, rng), matrix[0]).double()
+    off = torch.linalg.vector_norm(h - torch.diag(torch.diagonal(h)), dim=1) / 4096**0.5 / torch.diagonal(h).max()
+    got[3] = 1
+    peak = got[torch.diagonal(h).argmax()]
+    assert ((got / peak - want).abs() <= 6 * off + 0.01).all()
+    assert (diagonal_of(lambda v: -v @ matrix, (), None, matrix[0]) > 0).all()
 
 
 @pytest.mark.parametrize("name", ITERATIVE)

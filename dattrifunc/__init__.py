@@ -3,7 +3,16 @@
 from . import solvers
 from .attribution import influence, scores, self_scores, top_k
 from .errors import ConvergenceWarning, DtypeError, StructureError
-from .ihvp import ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_at_x_lissa, ihvp_cg, ihvp_explicit, ihvp_lissa
+from .ihvp import (
+    ihvp_at_x_cg,
+    ihvp_at_x_explicit,
+    ihvp_at_x_lissa,
+    ihvp_at_x_minres,
+    ihvp_cg,
+    ihvp_explicit,
+    ihvp_lissa,
+    ihvp_minres,
+)
 from .losses import CompositeLoss
 from .products import fvp, fvp_at_x, ggnvp, ggnvp_at_x, hessian_matrix, hvp, hvp_at_x
 from .rows import RowStore, grad_rows, per_sample_grads
@@ -31,9 +40,11 @@ __all__ = [
     "ihvp_at_x_cg",
     "ihvp_at_x_explicit",
     "ihvp_at_x_lissa",
+    "ihvp_at_x_minres",
     "ihvp_cg",
     "ihvp_explicit",
     "ihvp_lissa",
+    "ihvp_minres",
     "influence",
     "partition",
     "per_sample_grads",

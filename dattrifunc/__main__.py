@@ -38,6 +38,7 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
+    ihvp_at_x_minres,
     per_sample_grads,
     ravel,
     scores,
@@ -115,7 +116,12 @@ def _parse(arguments: Sequence[str] | None) -> Settings:
         default="softmax",
         help="softmax regression (%(default)s) or one tanh layer",
     )
-    option("--solver", choices=["explicit", "cg", "lissa"], default="explicit", help="inverse product (%(default)s)")
+    option(
+        "--solver",
+        choices=["explicit", "cg", "minres", "lissa"],
+        default="explicit",
+        help="inverse product (%(default)s)",
+    )
     option("--l2", type=_number(float, 0), metavar="A", help="penalty in every sample's loss (softmax 0.01, mlp 0.02)")
     option(
         "--regularization", type=_number(float, 0), default=0.0, metavar="L", help="lambda of the solver (%(default)s)"
@@ -545,8 +551,9 @@ def _inverse(settings: Settings, problem: Problem, params: Params, tick: Callabl
     x, regularization = (problem.loss, params, *problem.train), settings.regularization
     if settings.solver == "explicit":
         return ihvp_at_x_explicit(*x, regularization=regularization, chunk_size=128, has_aux=True)
-    if settings.solver == "cg":
-        return ihvp_at_x_cg(*x, regularization=regularization, has_aux=True, callback=lambda *_: tick())
+    if settings.solver in ("cg", "minres"):
+        iterative = {"cg": ihvp_at_x_cg, "minres": ihvp_at_x_minres}[settings.solver]
+        return iterative(*x, regularization=regularization, has_aux=True, callback=lambda *_: tick())
     return ihvp_at_x_lissa(
         *x,
         regularization=regularization,

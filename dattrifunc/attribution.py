@@ -28,7 +28,7 @@ import torch
 from .curvature import check_func
 from .digest import fingerprint
 from .errors import DtypeError, StructureError, message
-from .ihvp import ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_at_x_lissa
+from .ihvp import ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_at_x_lissa, ihvp_at_x_minres
 from .implicit import transforms_active
 from .products import fvp_at_x, ggnvp_at_x
 from .rows import Progress, grad_rows, per_sample_grads, writable
@@ -459,6 +459,7 @@ _SOLVERS: dict[str, Callable[..., Any]] = {
     "cg": ihvp_at_x_cg,
     "explicit": ihvp_at_x_explicit,
     "lissa": ihvp_at_x_lissa,
+    "minres": ihvp_at_x_minres,
 }
 _DRAWS = ("lissa",)  # solvers that take a generator, and the samples' axes to draw from
 
@@ -493,8 +494,8 @@ def influence(
         params: the tree (with a tuple of argnums, a tuple of trees) at which ``func`` was trained.
         train: the other arguments of func in order, holding n training samples.
         test: the same for m test samples.
-        solver: "cg", "explicit" or "lissa"; or a bound inverse product v -> (C + lambda I)^-1 v of your own, which
-            takes m vectors at once and has its own lambda.
+        solver: "cg", "minres", "explicit" or "lissa"; or a bound inverse product v -> (C + lambda I)^-1 v of your own,
+            which takes m vectors at once and has its own lambda.
         in_dims: sample axis per argument of func, parameters included; None = axis 0 of everything but params.
         argnums: where params stand among the arguments of func.
         regularization: lambda >= 0, in units of loss / parameter**2.

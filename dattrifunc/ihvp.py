@@ -17,7 +17,7 @@ from .curvature import RULES, Curvature, Unchanged, bound, check_func, check_pro
 from .errors import StructureError, message
 from .losses import CompositeLoss
 from .products import hvp_at_x
-from .solvers import Callback, Method
+from .solvers import Callback, Method, Preconditioner
 from .tree import (
     Leaves,
     Tree,
@@ -34,9 +34,11 @@ __all__ = [
     "ihvp_at_x_cg",
     "ihvp_at_x_explicit",
     "ihvp_at_x_lissa",
+    "ihvp_at_x_minres",
     "ihvp_cg",
     "ihvp_explicit",
     "ihvp_lissa",
+    "ihvp_minres",
 ]
 
 Solve = Callable[[Tree], Any]
@@ -418,20 +420,26 @@ def ihvp_explicit(
 # conjugate gradients
 
 
-def _cg(
+def _cg(**knobs: Any) -> _Inverse:
+    return _iterative(solvers.cg_method, **knobs)
+
+
+def _iterative(
+    make: Callable[..., Method],
+    *,
     func: Callable[..., Any],
     argnums: int | tuple[int, ...],
-    max_iter: int | None,
-    tol: float,
     mode: str,
     regularization: float,
     product: Callable[..., Any],
     chunk_size: int | None,
     has_aux: bool,
-    callback: Callback | None,
-    **samples: Any,
+    in_dims: Any,
+    keep_batch_dim: bool,
+    **knobs: Any,
 ) -> _Inverse:
-    method = solvers.cg_method(max_iter=max_iter, tol=tol, callback=callback)
+    method = make(**knobs)
+    samples = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim}
     return _Inverse(func, argnums, mode, regularization, product, chunk_size, has_aux, lambda *_: method, **samples)
 
 
@@ -449,6 +457,9 @@ def ihvp_at_x_cg(
     chunk_size: int | None = None,
     has_aux: bool = False,
     callback: Callback | None = None,
+    x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> Solve:
     """Bind x and return v -> (C + lambda I)^-1 v by conjugate gradients.
 
@@ -469,6 +480,10 @@ def ihvp_at_x_cg(
         chunk_size: most vectors pushed through autodiff at once; None = all k.
         has_aux: return ``(u, SolveInfo)``.
         callback: ``callback(iteration, residuals)``, residuals relative, in the shape of the info's fields.
+        x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
+        preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
+            C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
+        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -488,9 +503,23 @@ def ihvp_at_x_cg(
     >>> ihvp_at_x_cg(loss, {"w": torch.zeros(2)})({"w": torch.ones(2)})["w"]
     tensor([0.5000, 0.5000])
     """
-    samples = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim}
-    knobs = (max_iter, tol, mode, regularization, product, chunk_size, has_aux, callback)
-    return _cg(func, argnums, *knobs, **samples).bound(x)
+    return _cg(
+        func=func,
+        argnums=argnums,
+        max_iter=max_iter,
+        tol=tol,
+        mode=mode,
+        regularization=regularization,
+        product=product,
+        chunk_size=chunk_size,
+        has_aux=has_aux,
+        callback=callback,
+        x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
+        in_dims=in_dims,
+        keep_batch_dim=keep_batch_dim,
+    ).bound(x)
 
 
 def ihvp_cg(
@@ -507,6 +536,9 @@ def ihvp_cg(
     chunk_size: int | None = None,
     has_aux: bool = False,
     callback: Callback | None = None,
+    x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> SolveAt:
     """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by conjugate gradients; see ``ihvp_at_x_cg``.
 
@@ -515,9 +547,154 @@ def ihvp_cg(
     >>> ihvp_cg(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
     tensor([0.1667, 0.1667])
     """
-    samples = {"in_dims": in_dims, "keep_batch_dim": keep_batch_dim}
-    knobs = (max_iter, tol, mode, regularization, product, chunk_size, has_aux, callback)
-    return _cg(func, argnums, *knobs, **samples).unbound
+    return _cg(
+        func=func,
+        argnums=argnums,
+        max_iter=max_iter,
+        tol=tol,
+        mode=mode,
+        regularization=regularization,
+        product=product,
+        chunk_size=chunk_size,
+        has_aux=has_aux,
+        callback=callback,
+        x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
+        in_dims=in_dims,
+        keep_batch_dim=keep_batch_dim,
+    ).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# minimal residuals
+
+
+def _minres(**knobs: Any) -> _Inverse:
+    return _iterative(solvers.minres_method, **knobs)
+
+
+def ihvp_at_x_minres(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    max_iter: int | None = None,
+    tol: float = 1e-7,
+    mode: str = "rev-rev",
+    regularization: float = 0.0,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+    callback: Callback | None = None,
+    x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
+) -> Solve:
+    """Bind x and return v -> (C + lambda I)^-1 v by minimal residuals, C indefinite or singular as it may be.
+
+    C is the Hessian of ``func`` with respect to ``x[argnums]`` (or what ``product`` computes), p its number of scalars.
+
+    Args:
+        func: loss, ``func(*x) -> scalar``. Its own reduction sets the scale: a mean loss gives a mean Hessian.
+        x: arguments of ``func``; any pytrees, taken as constants. Only ``argnums`` must be floating point.
+        argnums: which argument, or a tuple for several at once.
+        max_iter: most iterations (one batched product each); None = 10 p, at most 1000.
+        tol: stop a right-hand side when ||v - (C + lambda I) u|| <= tol * ||v||.
+        mode: "rev-rev" or "rev-fwd", handed on to the product.
+        regularization: lambda >= 0, in units of loss / parameter**2.
+        product: ``hvp_at_x``, or any function with its signature.
+        in_dims: sample axis per argument of func, handed on to a product over samples, such as ``fvp_at_x``.
+        keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
+        chunk_size: most vectors pushed through autodiff at once; None = all k.
+        has_aux: return ``(u, SolveInfo)``.
+        callback: ``callback(iteration, residuals)``, residuals relative, in the shape of the info's fields.
+        x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
+        preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
+            C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
+        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
+        ``has_aux``, ``(u, SolveInfo)``, each field [] or [k]. Where C + lambda I is singular, u is the solution of
+        least norm if v is in its range, and otherwise, flagged, the least-squares solution.
+
+    Raises:
+        StructureError: v does not match x[argnums] (both structures are printed).
+        DtypeError: a differentiated leaf is not floating point.
+
+    Warns:
+        ConvergenceWarning: some right-hand side missed ``tol``; says whether it is not in the range of C + lambda I.
+
+    Source: Paige and Saunders (1975), doi:10.1137/0712047. Differs: see ``solvers.minres``.
+
+    >>> loss = lambda p: p["a"] * p["b"]                # Hessian [[0, 1], [1, 0]]: indefinite
+    >>> p = {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}
+    >>> ihvp_at_x_minres(loss, p)(p)
+    {'a': tensor(2.0000), 'b': tensor(1.0000)}
+    """
+    return _minres(
+        func=func,
+        argnums=argnums,
+        max_iter=max_iter,
+        tol=tol,
+        mode=mode,
+        regularization=regularization,
+        product=product,
+        chunk_size=chunk_size,
+        has_aux=has_aux,
+        callback=callback,
+        x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
+        in_dims=in_dims,
+        keep_batch_dim=keep_batch_dim,
+    ).bound(x)
+
+
+def ihvp_minres(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    max_iter: int | None = None,
+    tol: float = 1e-7,
+    mode: str = "rev-rev",
+    regularization: float = 0.0,
+    *,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+    callback: Callback | None = None,
+    x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
+) -> SolveAt:
+    """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by minimal residuals; see ``ihvp_at_x_minres``.
+
+    Differentiable in v and x (implicitly, by another solve).
+
+    >>> ihvp_minres(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
+    tensor([0.1667, 0.1667])
+    """
+    return _minres(
+        func=func,
+        argnums=argnums,
+        max_iter=max_iter,
+        tol=tol,
+        mode=mode,
+        regularization=regularization,
+        product=product,
+        chunk_size=chunk_size,
+        has_aux=has_aux,
+        callback=callback,
+        x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
+        in_dims=in_dims,
+        keep_batch_dim=keep_batch_dim,
+    ).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch.utils import _pytree as torch_pytree
 
 from .tree import is_plain
 
-__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "eager", "transforms_active"]
+__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "constant", "eager", "frozen", "transforms_active"]
 
 Tensors = tuple[torch.Tensor, ...]
 Matvec = Callable[[torch.Tensor], torch.Tensor]
@@ -65,11 +65,13 @@ class Notes(threading.local):
         single: whether the caller gave one vector, so that facts are told as 0-d tensors.
         quiet: ``System.quiet`` of the map that is running.
         texts: what the solve found out, for SolveInfo.reason.
+        start: rows from which the next solve may start; taken by it, so that the solve of a derivative starts from 0.
     """
 
     def __init__(self) -> None:
         self.single = False
         self.quiet = False
+        self.start: torch.Tensor | None = None
         self.texts: list[str] = []
 
 
@@ -225,6 +227,15 @@ class _Linear(torch.autograd.Function):
         return tuple(outputs), (1,) * len(outputs)
 
 
+def constant(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the plain tensor behind what derivatives follow, as a constant; None where vmap maps it."""
+    while not is_plain(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return None
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor if transforms_active() else tensor.detach()  # inside, detach would wrap it again
+
+
 def _alive(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a wrapper of a finished transform stands for: jacrev calls backward after its level has ended."""
     while torch._C._functorch.is_dead_tensor_wrapper(tensor):  # type: ignore[attr-defined]
@@ -324,6 +335,26 @@ class Closure:
                 return run(*args)
 
         return call
+
+
+def frozen(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the function with tensors of running transforms as constants; None where vmap maps one of them."""
+    seen = _Walk({})
+    seen(func)
+    live = [t for t in (*seen.found, *seen.owned) if not is_plain(t)]
+    if not live:
+        return func
+    plain = [constant(t) for t in live]
+    table = {id(a): b for a, b in zip(live, plain, strict=True) if b is not None}
+    if len(table) < len({id(t) for t in live}):
+        return None
+    rebuilt = _Walk(table)(func)
+
+    def call(*args: Any) -> Any:
+        with _Substitute(table):
+            return rebuilt(*args)
+
+    return call
 
 
 class _Walk:

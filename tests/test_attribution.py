@@ -52,6 +52,7 @@ PENALISED = _ROWS @ torch.linalg.solve(HESSIAN, _ROWS.T)
 SOLVERS: dict[str, dict[str, Any]] = {
     "explicit": {},
     "cg": {"solver_options": {"tol": 1e-12}},
+    "minres": {"solver_options": {"tol": 1e-12}},
     "lissa": {"solver_options": {"scaling": 8.0, "recursion_depth": 2000, "batch_size": 3}},
 }
 
@@ -230,7 +231,7 @@ def test_a_loss_that_vmap_cannot_take():
 
 
 @pytest.mark.fault("F54")
-@pytest.mark.parametrize("solver", ["explicit", "cg", "lissa"])
+@pytest.mark.parametrize("solver", ["explicit", "cg", "lissa", "minres"])
 def test_nothing_to_score(solver, tmp_path):
     """A batch of 0 divided by zero. Right: results of shape (m, n)."""
     for m, n in ((0, 3), (2, 0), (0, 0)):
@@ -727,7 +728,7 @@ ROW_ERRORS: list[tuple[str, Any, type[Exception], str]] = [
         "influence-solver",
         run(solver="newton"),
         ValueError,
-        r"solver: expected 'cg' or 'explicit' or 'lissa', got 'newton'",
+        r"solver: expected 'cg' or 'explicit' or 'lissa' or 'minres', got 'newton'",
     ),
     ("influence-lambda", run(regularization=-1), ValueError, r"regularization: .*>= 0, got -1. Fix: pass lambda"),
     ("influence-chunk", run(chunk_size=0), ValueError, r"chunk_size: expected an integer >= 1.*got 0. Fix: pass"),

@@ -32,9 +32,11 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
+    ihvp_at_x_minres,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
+    ihvp_minres,
     solvers,
 )
 
@@ -86,6 +88,14 @@ KNOBS = {
         (1.5, TypeError, r"max_iter: expected an integer >= 0 or None \(10 p, at most 1000\), got 1.5. Fix"),
     ],
     "callback": [(3, TypeError, r"callback: expected a function, got int. Fix: pass callback\(iteration, residuals\)")],
+    "preconditioner": [
+        (
+            "nystrom",
+            ValueError,
+            r"preconditioner: expected 'jacobi', a function or None, got 'nystrom'. Fix: pass 'jac",
+        ),
+        (3, TypeError, r"preconditioner: expected a function, got int. Fix: pass a function v -> M v .*'jacobi'"),
+    ],
     "batch_size": [
         (0, ValueError, r"batch_size: expected an integer >= 1, got 0. Fix: pass a positive integer"),
         (2.5, TypeError, r"batch_size: expected an integer >= 1, got 2.5. Fix"),
@@ -199,10 +209,12 @@ def wrong(call: str, what: str, table: list[Any], make: Callable[[Any], Any]) ->
 
 # Knobs that a call with x and v, and a call without either, take alike.
 COMMON = ["argnums", "mode", "regularization", "chunk_size"]
+ITERATIVE = ["product", "tol", "max_iter", "callback", "preconditioner", "generator"]
 SAMPLING = ["tol", "batch_size", "num_repeat", "recursion_depth", "damping", "scaling", "generator"]
 INVERSES: dict[str, tuple[Any, Any, list[str]]] = {
     "explicit": (ihvp_explicit, ihvp_at_x_explicit, [*COMMON, "product"]),
-    "cg": (ihvp_cg, ihvp_at_x_cg, [*COMMON, "product", "tol", "max_iter", "callback"]),
+    "cg": (ihvp_cg, ihvp_at_x_cg, [*COMMON, *ITERATIVE]),
+    "minres": (ihvp_minres, ihvp_at_x_minres, [*COMMON, *ITERATIVE]),
     "lissa": (
         ihvp_lissa,
         ihvp_at_x_lissa,
@@ -413,6 +425,40 @@ LATE += [
     *wrong("fvp", "func", VALUES[1:4], lambda f: fvp(f, in_dims=WHOLE)((P, X), V)),
     *wrong("fvp_at_x", "func", VALUES[1:], lambda f: fvp_at_x(f, (P, X), in_dims=WHOLE)),
 ]
+STARTS = [
+    ("structure", {"w": V["w"]}, StructureError, r"x0: expected the structure \{'w': \*, 'b': \*\}, .*missing 'b'"),
+    (
+        "shape",
+        {**V, "w": V["w"].T},
+        StructureError,
+        r"x0\['w'\]: expected shape \(2, 3\), or \(k, 2, 3\) for .*\(3, 2\)",
+    ),
+    ("dtype", {**V, "w": V["w"].double()}, DtypeError, r"x0\['w'\]: expected dtype torch.float32, .*float64. Fix"),
+    ("number", {**V, "b": 1.0}, StructureError, r"x0\['b'\]: expected a tensor, got float. Fix"),
+    (
+        "k",
+        {"w": torch.ones(2, 2, 3), "b": torch.ones(2, 3)},
+        StructureError,
+        r"x0: expected one vector, as v, got k = 2. Fix: start",
+    ),
+    ("tensor", torch.ones(9), StructureError, r"x0: expected the structure .*, got \*. Fix"),
+]
+NEAR = [
+    ("structure", lambda v: v["w"], StructureError, r"preconditioner\(v\): expected the structure .*'b'"),
+    ("shape", lambda v: {**v, "w": v["w"].T}, StructureError, r"preconditioner\(v\)\['w'\]: .*\(3, 2\)"),
+    ("k", lambda v: {n: t[None] for n, t in v.items()}, StructureError, r"preconditioner\(v\): expected one .*k = 1"),
+    ("dtype", lambda v: {**v, "w": v["w"].double()}, DtypeError, r"preconditioner\(v\)\['w'\]: .*float64. Fix"),
+    ("number", lambda v: {**v, "b": 1.0}, StructureError, r"preconditioner\(v\)\['b'\]: expected a tensor, got float"),
+    ("none", lambda _: None, StructureError, r"preconditioner\(v\): expected the structure .*, got None. Fix"),
+]
+for name in ("cg", "minres"):
+    unbound, bound, _ = INVERSES[name]
+    LATE += [
+        *wrong(f"ihvp_{name}", "x0", STARTS, lambda x0, f=unbound: f(loss, x0=x0)((P, X), V)),
+        *wrong(f"ihvp_at_x_{name}", "x0", STARTS, lambda x0, f=bound: f(loss, P, X, x0=x0)(V)),
+        *wrong(f"ihvp_{name}", "M", NEAR, lambda m, f=unbound: f(loss, preconditioner=m)((P, X), V)),
+        *wrong(f"ihvp_at_x_{name}", "M", NEAR, lambda m, f=bound: f(loss, P, X, preconditioner=m)(V)),
+    ]
 
 FEW = r"batch_size: expected at most the number of samples \(4\), got 5. Fix: pass batch_size <= 4"
 COUNTS = r"x: expected the same number of samples in each .* got .*4.*5.*\. Fix: pass in_dims with None for what holds"
@@ -565,7 +611,8 @@ BATCHES = [
     ),
 ]
 SOLVERS: dict[str, tuple[Any, list[str]]] = {
-    "cg": (solvers.cg, ["tol", "max_iter", "callback"]),
+    "cg": (solvers.cg, ITERATIVE[1:]),
+    "minres": (solvers.minres, ITERATIVE[1:]),
     "explicit": (solvers.explicit, []),
     "lissa": (
         solvers.lissa,

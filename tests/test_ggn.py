@@ -536,7 +536,7 @@ def test_lissa_draws_samples_for_the_fisher_and_collates_for_ggn():
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [name for name in SOLVERS if " " not in name])
 @pytest.mark.parametrize("product", ["ggn", "fisher"])
 def test_influence_takes_the_curvature_of_the_mean(product, solver, keep):
     loss = CompositeLoss(mlp, lambda z, y: F.cross_entropy(z, y))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import flat, leaves, nonquadratics, quadratics, reorder, row
+from strategies import flat, leaves, nonquadratics, quadratics, rebuild, reorder, row, unflat
 
 import dattrifunc
 from dattrifunc import (
@@ -19,17 +19,28 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
+    ihvp_at_x_minres,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
+    ihvp_minres,
     solvers,
 )
 from dattrifunc.solvers import Status
+
+
+def half(v):
+    """A preconditioner for trees of any kind."""
+    return rebuild(v, [leaf / 2 for leaf in leaves(v)])
+
 
 # name -> (unbound, bound, knobs of a solve that is exact for the drawn problems)
 SOLVERS = {
     "explicit": (ihvp_explicit, ihvp_at_x_explicit, {}),
     "cg": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12}),
+    "minres": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12}),
+    "cg jacobi": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12, "preconditioner": "jacobi"}),
+    "minres M": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12, "preconditioner": half}),
     "lissa": (ihvp_lissa, ihvp_at_x_lissa, {"scaling": 6.5, "recursion_depth": 400}),
 }
 FORMS = {
@@ -79,6 +90,20 @@ def test_losses_on_data(solver, form, problem, lam, mode):
         solver, form, problem.loss, problem.params, problem.data, regularization=lam, mode=mode, chunk_size=2, **samples
     )
     assert_solves(f(problem.rhs), problem.rhs, problem.hessian + lam * torch.eye(len(problem.hessian)).double())
+
+
+@pytest.mark.parametrize("solver", ["cg", "minres"])
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=10)
+@given(problem=quadratics())
+def test_starts(solver, form, problem):
+    """x0 is a tree like v: one for each vector, or one for all."""
+    want = torch.linalg.solve(problem.hessian, flat(problem.rhs, batch=True).T).T
+    for x0 in (unflat(want, problem.params), problem.params):
+        u, info = make(solver, form, problem.loss, problem.params, x0=x0, has_aux=True)(problem.rhs)
+        torch.testing.assert_close(flat(u, batch=True), want, rtol=1e-6, atol=1e-8)
+        assert (info.status == 0).all()
+        assert x0 is problem.params or (info.iterations == 0).all()
 
 
 def test_both_forms_take_the_same_knobs():
@@ -373,7 +398,7 @@ def test_explicit_builds_the_matrix_once():
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize(("solver", "form"), [p for p in TABLE if "lissa" not in p.id])
 def test_joint_curvature(solver, form, recwarn):
-    """Tuple argnums crashed: the joint system of two arguments, indefinite, is solved by explicit and by CG."""
+    """Tuple argnums crashed: the joint system of two arguments, indefinite, is solved by all but LiSSA."""
     a = torch.ones(2)
     v = (torch.full((2,), 3.0), torch.ones(2))
     u = make(solver, form, lambda a, b: (a * b).sum() + (a**2).sum(), a, a, argnums=(0, 1))(v)
@@ -395,7 +420,7 @@ def test_an_unused_parameter(solver, form):
         info = make(solver, form, lambda p: (p["a"] ** 2).sum(), p, has_aux=True, **knobs)(v)[1]
         assert not info.converged
         return
-    with pytest.warns(ConvergenceWarning, match=rf"{solver}: 1 of 1 .*singular.*no curvature in 'u'"):
+    with pytest.warns(ConvergenceWarning, match=rf"{solver.split()[0]}: 1 of 1 .*singular.*no curvature in 'u'"):
         u = make(solver, form, lambda p: (p["a"] ** 2).sum(), p)(v)
     assert all(leaf.isfinite().all() for leaf in u.values())
 
@@ -432,14 +457,15 @@ def test_inputs_are_never_mutated(solver, form):
 
 @pytest.mark.fault("F3")
 def test_indefinite_curvature_is_solved_or_flagged():
-    """CG and LiSSA gave garbage on an indefinite Hessian; explicit solves it, the others say what they met."""
+    """CG and LiSSA gave garbage on an indefinite Hessian; explicit and minres solve it, others say what they met."""
 
     def loss(t):
         return 0.5 * (t[0] ** 2 - t[1] ** 2)
 
     t = v = torch.ones(2)
     torch.testing.assert_close(ihvp_at_x_explicit(loss, t)(v), torch.tensor([1.0, -1.0]))
-    with pytest.warns(ConvergenceWarning, match="curvature <= 0"):
+    torch.testing.assert_close(ihvp_at_x_minres(loss, t)(v), torch.tensor([1.0, -1.0]))
+    with pytest.warns(ConvergenceWarning, match="curvature <= 0.*ihvp_minres"):
         assert ihvp_at_x_cg(loss, t)(v).isfinite().all()
     with pytest.warns(ConvergenceWarning, match="diverged"):
         assert ihvp_at_x_lissa(loss, t, scaling=2.0, recursion_depth=50)(v).isfinite().all()

@@ -11,6 +11,7 @@ from strategies import flat, quadratics, row, symmetric, unflat
 from dattrifunc import ConvergenceWarning, ihvp_at_x_cg, solvers
 from dattrifunc.solvers import Status
 from dattrifunc.solvers.dense import factorise
+from dattrifunc.solvers.precondition import diagonal_of, random_signs
 from dattrifunc.solvers.stochastic import draw_batches
 from dattrifunc.tree import Layout
 
@@ -24,13 +25,29 @@ def hilbert(p, dtype=torch.float64):
     return (1 / (i[:, None] + i[None, :] - 1)).to(dtype)
 
 
+def spectral(seed, p, values):
+    """A matrix with these eigenvalues, and a generator."""
+    rng = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(p, p, generator=rng, dtype=torch.float64)).Q
+    h = (basis * values) @ basis.T
+    return (h + h.T) / 2, rng
+
+
 def solve(name, matrix, b, **knobs):
     """Solve by name; b is one vector [p] or rows [k, p]."""
     batched = b.ndim == 2
-    return getattr(solvers, name)(lambda v: v @ matrix, b, batched=batched, **knobs)
+    return getattr(solvers, name.split()[0])(lambda v: v @ matrix, b, batched=batched, **knobs)
 
 
-NAMES = {"cg": {"tol": 1e-12}, "explicit": {}, "lissa": LISSA}
+NAMES = {
+    "cg": {"tol": 1e-12},
+    "minres": {"tol": 1e-12},
+    "cg jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
+    "minres jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
+    "explicit": {},
+    "lissa": LISSA,
+}
+ITERATIVE = ["cg", "minres"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,13 +63,13 @@ def test_equals_dense_algebra(name, problem):
     def matmat(v):
         return unflat(flat(v, batch=True) @ h, problem.params)
 
-    u, info = getattr(solvers, name)(matmat, rhs, batched=True, **NAMES[name])
+    u, info = getattr(solvers, name.split()[0])(matmat, rhs, batched=True, **NAMES[name])
     torch.testing.assert_close(flat(u, batch=True), want, rtol=1e-6, atol=1e-8)
     assert info.converged.shape == (len(want),)
     assert info.converged.all()
     assert (info.status == 0).all()
     if len(want):
-        u, info = getattr(solvers, name)(matvec, row(rhs, 0), **NAMES[name])
+        u, info = getattr(solvers, name.split()[0])(matvec, row(rhs, 0), **NAMES[name])
         torch.testing.assert_close(flat(u), want[0], rtol=1e-6, atol=1e-8)
         assert info.converged.shape == info.residual.shape == info.status.shape == info.iterations.shape == ()
         true = torch.linalg.vector_norm(flat(row(rhs, 0)) - h @ flat(u)) / flat(row(rhs, 0)).norm()
@@ -69,7 +86,7 @@ def test_a_row_is_solved_or_flagged(p, seed, kind, exponent):
     b[2, 0] = float("nan")
     b[3] *= 10**exponent
     b[4] = b[0] * 2.0 ** round(exponent)
-    for name in ("cg", "explicit"):
+    for name in ("cg", "minres", "explicit"):
         u, info = solve(name, h, b)
         for i in (0, 3, 4):
             true = torch.linalg.vector_norm(b[i] / b[i].norm() - h @ (u[i] / b[i].norm()))
@@ -133,14 +150,15 @@ def test_cg_on_indefinite_curvature():
 
 
 @pytest.mark.fault("F4")
-def test_cg_on_a_hilbert_matrix():
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_hilbert_matrix(name):
     """Loss of conjugacy: the recursive residual lied. The residual told is the true one, and restarts bring it down."""
     h = hilbert(6)
-    u, info = solve("cg", h, h @ torch.ones(6, dtype=torch.float64), max_iter=60, tol=1e-12)
+    u, info = solve(name, h, h @ torch.ones(6, dtype=torch.float64), max_iter=60, tol=1e-12)
     assert (u - 1).abs().max() < 1e-3
     h = hilbert(6, torch.float32)
     v = h @ torch.ones(6)
-    u, info = solve("cg", h, v, max_iter=60)
+    u, info = solve(name, h, v, max_iter=60)
     true = torch.linalg.vector_norm(v - h @ u) / v.norm()
     assert true <= 1e-5
     torch.testing.assert_close(info.residual, true, rtol=0.5, atol=1e-7)
@@ -156,7 +174,7 @@ def test_scale_of_the_right_hand_side(name, scale):
     assert info.converged
 
 
-@pytest.mark.parametrize("name", ["cg", "explicit"])
+@pytest.mark.parametrize("name", ["cg", "minres", "explicit"])
 @pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e25])
 def test_scale_of_the_curvature(name, scale):
     """Curvature whose squares leave the range of float32 is solved all the same."""
@@ -179,20 +197,22 @@ def test_number_of_right_hand_sides(name, k):
 
 
 @pytest.mark.fault("F7")
-def test_a_truncated_solve_says_so():
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_truncated_solve_says_so(name):
     """The solver's flag was thrown away, so that a truncated solve looked finished."""
     h = hilbert(6)
     b = torch.stack([h @ torch.ones(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64), h[0]])
-    info = solve("cg", h, b, max_iter=2).info
+    info = solve(name, h, b, max_iter=2).info
     assert info.converged.tolist() == [False, True, False]
     assert info.status.tolist() == [Status.MAX_ITER, 0, Status.MAX_ITER]
     assert info.iterations.tolist() == [2, 0, 2]
     assert "raise max_iter" in info.messages()[0]
-    residual = solve("cg", h, b, max_iter=0).info.residual
+    residual = solve(name, h, b, max_iter=0).info.residual
     torch.testing.assert_close(residual, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
 
 
-def test_cg_makes_one_batched_product_per_iteration():
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_one_batched_product_per_iteration(name):
     """k right-hand sides: one call per iteration for all, one more for the true residual, each row its own count."""
     shapes = []
 
@@ -201,20 +221,22 @@ def test_cg_makes_one_batched_product_per_iteration():
         return v @ D124
 
     b = torch.stack([torch.tensor([1.0, 0, 0]), V124])
-    info = solvers.cg(matvec, b, batched=True).info
+    info = getattr(solvers, name.split()[0])(matvec, b, batched=True).info
     assert info.iterations.tolist() == [1, 3]
     assert shapes == [(2, 3)] * 4
 
 
-def test_cg_calls_back():
+@pytest.mark.fault("F80")
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_callback(name):
     seen = []
-    info = solve("cg", D124.double(), V124.double(), callback=lambda i, r: seen.append((i, r))).info
+    info = solve(name, D124.double(), V124.double(), callback=lambda i, r: seen.append((i, r))).info
     assert [i for i, _ in seen] == [1, 2, 3]
     assert all(r.shape == () for _, r in seen)
     assert seen[-1][1] < 1e-7 < seen[0][1]
     torch.testing.assert_close(seen[-1][1], info.residual, rtol=0, atol=1e-12)
     seen.clear()
-    solve("cg", D124, torch.stack([V124, 0 * V124]), callback=lambda i, r: seen.append((i, r)))
+    solve(name, D124, torch.stack([V124, 0 * V124]), callback=lambda i, r: seen.append((i, r)))
     assert all(r.shape == (2,) and r[1] == 0 for _, r in seen)
 
 
@@ -240,7 +262,7 @@ def test_a_product_that_is_not_finite(name):
         with pytest.raises(ValueError, match=r"expected finite curvature, got \d NaN or inf entries"):
             solvers.explicit(matvec, torch.ones(2))
     else:
-        u, info = getattr(solvers, name)(matvec, torch.ones(2), **NAMES[name])
+        u, info = getattr(solvers, name.split()[0])(matvec, torch.ones(2), **NAMES[name])
         assert info.status == Status.NONFINITE
         assert not info.converged
         assert u.isnan().all()
@@ -253,6 +275,331 @@ def test_attainable_accuracy_is_no_failure():
     info = solve("cg", h, torch.randn(8, 200, generator=rng)).info
     assert info.converged.all()
     assert info.residual.max() < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# starts
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+@given(st.integers(1, 8), st.integers(0, 2**31), st.floats(-25, 25), st.sampled_from([0, 1e-3, 1, 1e30, float("nan")]))
+def test_any_start_leads_to_the_solution(name, p, seed, exponent, error):
+    """A good start saves steps, a bad one costs a product; v, x0 and the matrix may have any scale."""
+    rng = torch.Generator().manual_seed(seed)
+    h, b = symmetric(rng, p, "spd"), torch.randn(3, p, generator=rng, dtype=torch.float64)
+    b[1] = 0
+    want = torch.linalg.solve(h, b.T).T
+    scale = 10**exponent
+    x0 = (want + error * torch.randn(3, p, generator=rng, dtype=torch.float64)) * scale
+    u, info = solve(name, h, b * scale, x0=x0, tol=1e-11)
+    torch.testing.assert_close(u / scale, want, rtol=1e-8, atol=1e-8)
+    assert (info.status == 0).all()
+    assert (u[1] == 0).all()
+    assert error or (info.iterations == 0).all()
+    u, info = solve(name, h * scale, b, x0=x0 / scale / scale, tol=1e-11)
+    torch.testing.assert_close(u * scale, want, rtol=1e-8, atol=1e-8)
+    one = solve(name, h, b * scale, x0=x0[0], tol=1e-11)  # one start for all
+    torch.testing.assert_close(one.value / scale, want, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.fault("F9")
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_start_saves_products(name):
+    """One product for the residual of x0, none more where it solves; the residual told is relative to v."""
+    calls = []
+
+    def matvec(v):
+        calls.append(1)
+        return v @ D124
+
+    info = getattr(solvers, name.split()[0])(matvec, V124, x0=torch.ones(3)).info
+    assert info.iterations == 0
+    assert len(calls) == 2
+    near = torch.tensor([1.0, 1.0, 1.1])
+    info = getattr(solvers, name.split()[0])(matvec, V124, x0=near).info
+    assert info.iterations == 1
+    for scale in (1e-25, 1e25):  # curvature whose squares leave the range of float32
+        u, info = solve(name, scale * D124, V124, x0=near / scale)
+        torch.testing.assert_close(u * scale, torch.ones(3))
+        assert info.iterations == 1
+    info = getattr(solvers, name.split()[0])(matvec, V124, x0=near, max_iter=0).info
+    torch.testing.assert_close(info.residual, torch.tensor(0.4) / V124.norm())
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_start_is_a_constant(name):
+    """Neither a derivative nor a map of v sees it, and one that is mapped is refused."""
+    f = getattr(solvers, name)
+    h, inverse = D124.double(), torch.linalg.inv(D124.double())
+    v = V124.double()
+    for x0 in (lambda u: 2 * u, lambda _: torch.ones(3, dtype=torch.float64)):
+        for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+            got = jacobian(lambda u, x0=x0: f(h, u, x0=x0(u), tol=1e-13).value)(v)
+            torch.testing.assert_close(got, inverse)
+    rows = torch.stack([v, -v, 3 * v])
+    torch.testing.assert_close(torch.func.vmap(lambda u: f(h, u, x0=v).value)(rows), rows @ inverse)
+    both = torch.func.vmap(lambda u: f(h, u, x0=rows @ inverse, batched=True).info.iterations)(
+        torch.stack([rows, -rows])
+    )
+    assert both[0].tolist() == [0] * 3
+    assert (both[1] > 0).all()
+    with pytest.raises(
+        ValueError, match=r"x0: expected the same start for all that vmap maps, got a mapped tensor. Fix"
+    ):
+        torch.func.vmap(lambda u, x0: f(h, u, x0=x0).value)(rows, rows)
+    x0 = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    assert not f(h, v, x0=x0).value.requires_grad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# preconditioners
+
+DIAGONAL = torch.tensor([1.0, 100.0, 1e4])
+UNFIT = {
+    "negative": lambda v: -v,
+    "indefinite": lambda v: v * torch.tensor([1.0, -1.0, 1.0]),
+    "zero": lambda v: 0 * v,
+    "nan": lambda v: v * float("nan"),
+    "inf": lambda v: v * float("inf"),
+}
+
+
+@pytest.mark.fault("F9")
+@pytest.mark.parametrize("name", ITERATIVE)
+@pytest.mark.parametrize("near", ["jacobi", lambda v: v / DIAGONAL, lambda v: 1e30 * (v / DIAGONAL)], ids=str)
+def test_a_preconditioned_step(name, near):
+    """The inverse itself, at any scale: one step, and the answer without it is the same."""
+    h, v = torch.diag(DIAGONAL).double(), torch.tensor([3.0, -2.0, 5.0]).double()
+    u, info = solve(name, h, v, preconditioner=near)
+    torch.testing.assert_close(u, v / DIAGONAL, rtol=1e-6, atol=0)
+    assert info.iterations == 1
+    plain = solve(name, h, v, tol=1e-10)
+    torch.testing.assert_close(plain.value, u, rtol=1e-6, atol=0)
+    assert plain.info.iterations >= 3
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_preconditioner_that_is_not_positive_definite(name, unfit):
+    """Flagged with a reason, finite; rows that do not meet the trouble are solved."""
+    h, b = torch.diag(DIAGONAL), torch.tensor([[1.0, 1, 1], [0, 0, 2], [0, 0, 0]])
+    u, info = solve(name, h, b, preconditioner=UNFIT[unfit])
+    assert u.isfinite().all()
+    assert info.status[0] == Status.SINGULAR
+    assert info.status[2] == 0
+    assert info.status[1] == (0 if unfit == "indefinite" else Status.SINGULAR)
+    assert "the preconditioner is not positive definite" in info.reason
+    assert not info.converged[0]
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+@given(
+    st.integers(1, 20), st.integers(0, 2**31), st.sampled_from(["spd", "indefinite", "singular"]), st.floats(-25, 25)
+)
+def test_any_preconditioner_leads_to_the_solution(name, p, seed, kind, exponent):
+    """A random positive definite M of any scale, batched and not; the residual told is v - A u, whatever M."""
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.linspace(1, 3, p, dtype=torch.float64)
+    if name == "minres" and kind != "spd":
+        values[::2] *= -1
+        values[: (p + 2) // 3] *= kind != "singular"
+    h, rng = spectral(seed, p, values)
+    factor = torch.randn(p, p, generator=rng, dtype=torch.float64)
+    m = (factor @ factor.T + torch.eye(p)) * 10**exponent
+    b = torch.randn(3, p, generator=rng, dtype=torch.float64)
+    b[1] = 0
+    f = getattr(solvers, name)
+    u, info = f(lambda v: v @ h, b, batched=True, preconditioner=lambda v: v @ m, tol=1e-9)
+    one = f(lambda v: h @ v, b[0], preconditioner=lambda v: m @ v, tol=1e-9)
+    torch.testing.assert_close(one.value, u[0], rtol=1e-5, atol=1e-5)
+    left = b - u @ h
+    torch.testing.assert_close(
+        info.residual * torch.linalg.vector_norm(b, dim=1), torch.linalg.vector_norm(left, dim=1), rtol=1e-3, atol=1e-8
+    )
+    if name == "minres" and kind == "singular":
+        assert info.status.tolist() == [Status.SINGULAR, 0, Status.SINGULAR]
+        assert torch.linalg.vector_norm(left @ h) < 1e-5
+    else:
+        assert (info.status == 0).all()
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+@pytest.mark.parametrize("max_iter", [1, 2, 5, 9])
+@pytest.mark.parametrize("exponent", [-30, 0, 30])
+def test_a_preconditioned_row_is_judged_by_its_residual(name, max_iter, exponent):
+    """What is called back on the way is |b - A u| / |b|, in no norm of M's, and M may have any scale in float32."""
+    rng = torch.Generator().manual_seed(0)
+    h = symmetric(rng, 12, "spd")
+    factor = torch.randn(12, 12, generator=rng, dtype=torch.float64)
+    m = factor @ factor.T + torch.eye(12)
+    b, told = torch.randn(12, generator=rng, dtype=torch.float64), []
+    for dtype, rtol in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
+        near = (m * 10.0**exponent).to(dtype)
+        info = solve(
+            name, h.to(dtype), b.to(dtype), preconditioner=lambda v, near=near: near @ v, max_iter=max_iter,
+            callback=lambda _, r: told.append(r),
+        ).info  # fmt: skip
+        torch.testing.assert_close(told[-1], info.residual, rtol=rtol, atol=0)
+        assert info.status == Status.MAX_ITER
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1.0, 1e35])
+def test_diagonal_by_probes(scale):
+    """Within 5 standard errors where p > 64, exact by unit vectors; positive in any case."""
+    rng = torch.Generator().manual_seed(0)
+    h = symmetric(rng, 100, "spd") + torch.diag(10 * torch.rand(100, generator=rng, dtype=torch.float64))
+    h[3], h[:, 3] = 0, 0
+    want = torch.diagonal(h) / torch.diagonal(h).max()
+    want[3] = 1
+    matrix = (h * scale).float()
+    exact = diagonal_of(lambda v: v @ matrix, (), None, matrix[0])
+    torch.testing.assert_close(exact, want.float())
+    got = diagonal_of(lambda v: v @ matrix, (), random_signs(4096, 100, rng), matrix[0]).double()
+    off = torch.linalg.vector_norm(h - torch.diag(torch.diagonal(h)), dim=1) / 4096**0.5 / torch.diagonal(h).max()
+    got[3] = 1
+    peak = got[torch.diagonal(h).argmax()]
+    assert ((got / peak - want).abs() <= 6 * off + 0.01).all()
+    assert (diagonal_of(lambda v: -v @ matrix, (), None, matrix[0]) > 0).all()
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_jacobi_pays_and_repeats(name):
+    """More parameters than probes: fewer steps, same seed same bits, the global random state is left alone."""
+    rng = torch.Generator().manual_seed(0)
+    p = 150
+    scale = 10 ** torch.linspace(-1.5, 1.5, p, dtype=torch.float64)
+    h = symmetric(rng, p, "spd") * scale * scale[:, None]
+    v = torch.randn(p, generator=rng, dtype=torch.float64)
+    state = torch.get_rng_state()
+
+    def run(seed):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return solve(name, h, v, preconditioner="jacobi", generator=generator, tol=1e-6)
+
+    assert run(0).info.converged
+    assert torch.equal(run(0).value, run(0).value)
+    assert torch.equal(run(None).value, run(None).value)
+    assert not torch.equal(run(0).value, run(1).value)
+    assert torch.equal(torch.get_rng_state(), state)
+    plain = solve(name, h, v, tol=1e-6, max_iter=1000).info
+    assert 3 * run(0).info.iterations < plain.iterations
+
+
+@pytest.mark.parametrize("name", ITERATIVE)
+def test_a_preconditioner_is_a_constant(name):
+    """Derivatives do not see it; one that vmap maps is refused."""
+    h, v = D124.double(), V124.double()
+    f = getattr(solvers, name)
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        got = jacobian(lambda u: f(h, u, preconditioner=lambda w: w / (1 + u**2), tol=1e-13).value)(v)
+        torch.testing.assert_close(got, torch.linalg.inv(h))
+    rows = torch.stack([v, -v, 3 * v])
+    got = torch.func.vmap(lambda u: f(h, u, preconditioner=lambda w: w / v, tol=1e-13).value)(rows)
+    torch.testing.assert_close(got, rows @ torch.linalg.inv(h))
+    with pytest.raises(ValueError, match=r"preconditioner: expected the same function for all that vmap maps"):
+        torch.func.vmap(lambda u: f(h, u, preconditioner=lambda w: w * u**2).value)(rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# minimal residuals
+
+
+@pytest.mark.fault("F3")
+def test_minres_on_indefinite_curvature():
+    """Where p'Hp is 0 at the first step, or everything is negative, minres has the exact answer."""
+    h, v = torch.diag(torch.tensor([1.0, -1.0])), torch.ones(2)
+    for matrix, want in (
+        (h, [1, -1]),
+        (h + 2 * torch.eye(2), [1 / 3, 1]),
+        (torch.diag(torch.tensor([-1.0, -2.0])), [-1, -0.5]),
+    ):
+        u, info = solve("minres", matrix, v)
+        torch.testing.assert_close(u, torch.tensor(want, dtype=torch.float32))
+        assert info.status == 0
+        assert info.iterations <= 2
+
+
+@given(quadratics(kind="indefinite"))
+def test_minres_equals_dense_algebra_on_indefinite_systems(problem):
+    want = torch.linalg.solve(problem.hessian, flat(problem.rhs, batch=True).T).T
+    u, info = solvers.minres(
+        lambda v: unflat(flat(v, batch=True) @ problem.hessian, problem.params), problem.rhs, batched=True, tol=1e-12
+    )
+    torch.testing.assert_close(flat(u, batch=True), want, rtol=1e-8, atol=1e-9)
+    assert (info.status == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(p=st.integers(1, 30), seed=st.integers(0, 2**31), exponent=st.floats(-25, 25), scale=st.floats(-8, 8))
+def test_minres_on_singular_systems(dtype, p, seed, exponent, scale):
+    """v in the range: the solution of least norm. v outside: the least-squares solution of least norm, and a flag.
+
+    Signs alternate, so that the null space is in the middle of the spectrum; v and the matrix have any scale.
+    """
+    values = torch.linspace(1, 3, p, dtype=torch.float64) * (1 - 2 * (torch.arange(p) % 2))
+    values[: (p + 2) // 3] = 0
+    h, rng = spectral(seed, p, values)
+    b = torch.randn(3, p, generator=rng, dtype=torch.float64)
+    b[1], b[2] = b[1] @ h, 0
+    matrix, rows = (h * 10**scale).to(dtype), (b * 10**exponent).to(dtype)
+    u, info = solve("minres", matrix, rows)
+    want = b @ torch.linalg.pinv(h, hermitian=True, rtol=1e-9) * 10 ** (exponent - scale)
+    error = torch.linalg.vector_norm(u.double() - want, dim=1)
+    accuracy = 20 * torch.finfo(dtype).eps ** 0.5
+    assert (error <= accuracy * torch.linalg.vector_norm(b, dim=1) * 10 ** (exponent - scale)).all()
+    assert info.status.tolist() == [Status.SINGULAR, 0, 0]
+    assert info.converged.tolist() == [False, True, True]
+    assert "v is not in the range" in info.reason
+    left = rows[0].double() / 10**exponent - h @ (u[0].double() / 10 ** (exponent - scale))
+    torch.testing.assert_close(info.residual[0].double(), left.norm() / b[0].norm(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(p=st.integers(2, 30), seed=st.integers(0, 2**31), decades=st.floats(0, 8))
+def test_minres_where_no_answer_is_good(dtype, p, seed, decades):
+    """Singular, badly conditioned, v outside the range: the residual told is that of u, and u is never worse than 0."""
+    rng = torch.Generator().manual_seed(seed)
+    values = 10 ** (-decades * torch.rand(p, generator=rng, dtype=torch.float64)) * (1 - 2 * (torch.arange(p) % 2))
+    values[: (p + 2) // 3] = 0
+    h = spectral(seed, p, values)[0].to(dtype)
+    b = torch.randn(2, p, generator=rng, dtype=torch.float64).to(dtype)
+    u, info = solve("minres", h, b)
+    length = torch.linalg.vector_norm(b.double(), dim=1)
+    true = torch.linalg.vector_norm(b.double() - u.double() @ h.double(), dim=1) / length
+    noise = torch.finfo(dtype).eps * (1 + torch.linalg.vector_norm(u.double(), dim=1) * h.abs().max() / length)
+    assert ((info.residual - true).abs() <= 1e-3 * true + 20 * noise).all()
+    assert (info.residual <= 1.02).all()
+    assert ((info.status == Status.SINGULAR) | (info.status == Status.STAGNATED) | (info.status == 1)).all()
+
+
+@given(st.integers(2, 12), st.integers(0, 2**31))
+def test_minres_takes_small_curvature_for_what_it_is(p, seed):
+    """An eigenvalue of 1e-5, along which most of v lies, is no null space; one of 1e-20 is, to rounding."""
+    values = torch.linspace(1, 3, p, dtype=torch.float64)
+    for least, status in ((1e-5, 0), (1e-20, Status.SINGULAR)):
+        values[0] = least
+        h, rng = spectral(seed, p, values)
+        b = torch.linalg.eigh(h).eigenvectors[:, 0] + 0.1 * torch.randn(p, generator=rng, dtype=torch.float64)
+        assert solve("minres", h, b).info.status == status
+
+
+@given(st.integers(1, 40), st.integers(0, 2**31))
+def test_minres_ends_with_the_krylov_space(p, seed):
+    """Three different eigenvalues: three steps, whatever p."""
+    h, rng = spectral(seed, p, torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)[torch.arange(p) % 3])
+    info = solve("minres", h, torch.randn(4, p, generator=rng, dtype=torch.float64)).info
+    assert (info.status == 0).all()
+    assert (info.iterations <= 3).all()
+
+
+def test_minres_says_when_it_stagnates():
+    """A product that is not symmetric: the recursion goes down, the truth does not, and minres says so."""
+    rng = torch.Generator().manual_seed(0)
+    u, info = solve("minres", torch.randn(20, 20, generator=rng), torch.randn(3, 20, generator=rng))
+    assert u.isfinite().all()
+    assert (info.residual <= 1).all()
+    assert not info.converged.any()
+    assert set(info.status.tolist()) <= {Status.STAGNATED, Status.MAX_ITER}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -431,7 +778,7 @@ def test_trees_of_mixed_dtypes():
 @pytest.mark.parametrize("name", NAMES)
 def test_empty_trees(name):
     for b in ({}, {"a": torch.zeros(0)}, torch.zeros(0)):
-        u, info = getattr(solvers, name)(lambda v: v, b, **NAMES[name])
+        u, info = getattr(solvers, name.split()[0])(lambda v: v, b, **NAMES[name])
         assert info.converged
         assert (u == {}) if b == {} else True
 
@@ -457,7 +804,7 @@ def test_warnings_come_from_the_product_forms_only():
         ihvp_at_x_cg(loss, h[0], max_iter=2)(torch.stack([h[0], 0 * h[0]]))
 
 
-@pytest.mark.parametrize("name", ["cg", "explicit"])
+@pytest.mark.parametrize("name", ["cg", "explicit", "minres"])
 @pytest.mark.parametrize(("curvature", "v"), [(1e-10, 1e30), (1e25, 1e-30)])
 def test_an_answer_beyond_the_dtype_is_flagged(name, curvature, v):
     """The unit problem is solved, but u overflows or vanishes when it is scaled back."""
@@ -469,7 +816,7 @@ def test_an_answer_beyond_the_dtype_is_flagged(name, curvature, v):
     assert info.status == Status.NONFINITE
 
 
-@pytest.mark.parametrize("name", ["cg", "explicit"])
+@pytest.mark.parametrize("name", ["cg", "explicit", "minres"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_residual_is_that_of_the_rounded_answer(name, dtype):
     h, b = torch.diag(torch.tensor([3.0, 7.0], dtype=dtype)), torch.ones(2, dtype=dtype)
@@ -482,7 +829,7 @@ def test_the_residual_is_that_of_the_rounded_answer(name, dtype):
 def test_matrices_that_are_not_symmetric_are_refused(name):
     h = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
     with pytest.raises(ValueError, match=r"matvec: expected a symmetric matrix, got one that differs .*Fix:"):
-        getattr(solvers, name)(h, torch.ones(2), **NAMES[name])
+        getattr(solvers, name.split()[0])(h, torch.ones(2), **NAMES[name])
     with pytest.raises(ValueError, match="expected a symmetric matrix"):
         solvers.explicit(lambda v: h @ v, torch.ones(2))
 

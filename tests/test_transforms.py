@@ -26,9 +26,11 @@ from dattrifunc import (
     hvp_at_x,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
+    ihvp_at_x_minres,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
+    ihvp_minres,
     solvers,
 )
 
@@ -207,9 +209,23 @@ MAPS = {
     "ihvp_cg closure": (by_closure, divide),
     "ihvp_cg tree": (in_a_tree, divide),
     "ihvp_cg foreign product": (by_foreign_product, divide),
+    "ihvp_minres": (lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM)((w, x, Y), v), divide),
+    "ihvp_cg x0": (lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, x0=W)((w, x, Y), v), divide),
+    "ihvp_minres x0": (lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, x0=W)((w, x, Y), v), divide),
+    "ihvp_cg jacobi": (
+        lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, preconditioner="jacobi")((w, x, Y), v),
+        divide,
+    ),
+    "ihvp_minres M": (
+        lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, preconditioner=lambda u: u / (1 + W**2))(
+            (w, x, Y), v
+        ),
+        divide,
+    ),
     "ihvp_lissa": (by_lissa, divide),
     "solvers.cg": (by_matvec, divide),
     "solvers.cg batched": (by_batched_matvec, divide),
+    "solvers.minres": (lambda w, v, x: solvers.minres(matrix(w, x), v, tol=1e-13).value, divide),
     "solvers.explicit": (lambda w, v, x: solvers.explicit(matrix(w, x), v).value, divide),
     "solvers.lissa": (
         lambda w, v, x: (lambda h: solvers.lissa(lambda u: h @ u, v, scaling=6.0, recursion_depth=300).value)(
@@ -309,6 +325,12 @@ BOUND = {
     ),
     "ihvp_at_x_explicit ggnvp": (lambda w, x: ihvp_at_x_explicit(COMPOSITE, w, x, Y, **COMPOSED), over(gauss_newton)),
     "ihvp_at_x_cg": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
+    "ihvp_at_x_minres": (lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
+    "ihvp_at_x_cg x0": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM, x0=W), divide),
+    "ihvp_at_x_minres jacobi": (
+        lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM, preconditioner="jacobi"),
+        divide,
+    ),
     "ihvp_at_x_explicit": (lambda w, x: ihvp_at_x_explicit(loss, w, x, Y, regularization=LAM), divide),
     "ihvp_at_x_lissa": (
         lambda w, x: dattrifunc.ihvp_at_x_lissa(
@@ -351,7 +373,7 @@ def test_bound_inside_a_transform(name):
     assert bind(torch.nn.Parameter(W), X)(V.clone().requires_grad_()).requires_grad
 
 
-@pytest.mark.parametrize("name", ["ihvp_cg", "ihvp_explicit"])
+@pytest.mark.parametrize("name", ["ihvp_cg", "ihvp_minres", "ihvp_explicit"])
 def test_info_passes_through_vmap(name):
     f = getattr(dattrifunc, name)(loss, regularization=LAM, has_aux=True)
     u, info = vmap(lambda w, v: f((w, X, Y), v))(WW, VV)

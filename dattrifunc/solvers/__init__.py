@@ -38,12 +38,15 @@ from ..tree import (
 from .conjugate import cg_rows
 from .dense import check_symmetric, factorise, matrix_of
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
+from .minimal import minres_rows
+from .precondition import PROBES, by_diagonal, diagonal_of, random_signs
 from .rows import as_returned
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
-__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa"]
+__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres"]
 
 Callback = Callable[[int, torch.Tensor], None]
+Preconditioner = Callable[[Tree], Tree] | str | None
 _TOL_FIX = "pass a relative tolerance, for example tol=1e-7"
 
 
@@ -83,6 +86,7 @@ class Method(NamedTuple):
     rule: Rule
     tol: float
     random: bool = False
+    start: Tree = None
 
 
 def _judged(
@@ -112,8 +116,29 @@ def _sizes(problem: Problem) -> tuple[int, ...]:
 # the methods: knobs checked at the door
 
 
-def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) -> Method:
-    """Return conjugate gradients with these knobs."""
+def cg_method(**knobs: Any) -> Method:
+    """Return conjugate gradients with these knobs: those of ``_iterative``."""
+    return _iterative("cg", cg_rows, **knobs)
+
+
+def minres_method(**knobs: Any) -> Method:
+    """Return minimal residuals with these knobs: those of ``_iterative``."""
+    return _iterative("minres", minres_rows, **knobs)
+
+
+def _iterative(
+    name: str,
+    solve: Callable[..., implicit.Raw],
+    *,
+    max_iter: int | None,
+    tol: float,
+    callback: Callback | None,
+    x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
+    batched: bool = False,
+) -> Method:
+    """Return an iteration that makes one batched product per step."""
     tol = check_number(tol, "tol", fix=_TOL_FIX)
     if max_iter is not None:
         max_iter = check_count(
@@ -121,9 +146,32 @@ def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) ->
         )
     if callback is not None:
         check_callable(callback, "callback", "callback(iteration, residuals)")
+    check_generator(generator)
+    if isinstance(preconditioner, str) and preconditioner != "jacobi":
+        fix = "pass 'jacobi', or a function v -> M v"
+        raise ValueError(message("preconditioner", "'jacobi', a function or None", repr(preconditioner), fix))
+    if preconditioner is not None and not isinstance(preconditioner, str):
+        check_callable(preconditioner, "preconditioner", "a function v -> M v that stands for the inverse, or 'jacobi'")
+        preconditioner = implicit.frozen(preconditioner)
+        if preconditioner is None:
+            fix = "pass one that depends on nothing that vmap maps"
+            raise ValueError(message("preconditioner", "the same function for all that vmap maps", "a mapped one", fix))
+    drawn: dict[str, torch.Tensor] = {}  # what chance decided: once, also for the solves behind a derivative
+
+    def near(problem: Problem, matvec: implicit.Matvec) -> implicit.Matvec | None:
+        p = problem.layout.size
+        if preconditioner is None or not p:
+            return None
+        if not isinstance(preconditioner, str):
+            return _on_rows(preconditioner, problem.point, batched)
+        if p > PROBES and not drawn:
+            drawn["signs"] = random_signs(PROBES, p, generator)
+        like = torch.empty(p, dtype=problem.point.work_dtype, device=device_of(problem.point))
+        return by_diagonal(diagonal_of(matvec, _sizes(problem), drawn.get("signs"), like))
 
     def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
         matvec = problem.matvec(tensors)
+        precondition = near(problem, matvec)
         limit = min(10 * problem.layout.size, 1000) if max_iter is None else max_iter
 
         def told(iteration: int, residuals: torch.Tensor) -> None:
@@ -131,7 +179,8 @@ def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) ->
             callback(iteration, residuals.squeeze(0) if problem.notes.single else residuals)
 
         def run(rows: torch.Tensor) -> implicit.Raw:
-            return cg_rows(
+            start, problem.notes.start = problem.notes.start, None
+            return solve(
                 matvec,
                 rows,
                 tol=tol,
@@ -140,11 +189,39 @@ def cg_method(*, max_iter: int | None, tol: float, callback: Callback | None) ->
                 layout=problem.layout,
                 callback=None if callback is None else told,
                 notes=problem.notes.texts,
+                start=start,
+                precondition=precondition,
             )
 
-        return _judged(problem, "cg", tol, run, matvec)
+        return _judged(problem, name, tol, run, matvec)
 
-    return Method("cg", rule, tol)
+    return Method(name, rule, tol, start=x0)
+
+
+def _on_rows(preconditioner: Callable[[Tree], Tree], point: Point, batched: bool) -> implicit.Matvec:
+    """Return a user's preconditioner on rows [k, *B, p], the same constant for all of them."""
+
+    def apply(rows: torch.Tensor) -> torch.Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        if not len(flat):
+            return rows
+
+        def call(v: torch.Tensor, single: bool) -> torch.Tensor:
+            found, alone = point.rows(preconditioner(point.tree(v, single)), "preconditioner(v)")
+            if alone != single or len(found) != len(v):
+                expected, got = "one vector" if single else f"{len(v)} vectors", "one" if alone else f"k = {len(found)}"
+                fix = "return M v in the shapes of v; batched says whether v is one vector or k of them"
+                raise StructureError(message("preconditioner(v)", f"{expected}, as v", got, fix))
+            return found
+
+        with torch.no_grad():
+            if batched:
+                out = call(flat, False)
+            else:
+                out = torch.func.vmap(lambda row: call(row.unsqueeze(0), True).squeeze(0))(flat)
+        return out.reshape(rows.shape)
+
+    return apply
 
 
 def explicit_method() -> Method:
@@ -279,11 +356,25 @@ def run(method: Method, system: Any, held: implicit.System, tensors: Leaves, v: 
     point, notes = system.point, system.notes
     rows, notes.single = point.rows(v, argument)
     single = notes.single
+    notes.start = None if method.start is None else _start(point, method.start, len(rows), single)
     value, *facts = implicit.apply(held, rows, tensors)
     fields = [fact.squeeze(0) for fact in facts] if single else facts
     converged, status, iterations, residual = fields
     info = SolveInfo(converged, status, iterations, residual, method.name, "; ".join(notes.texts))
     return SolveResult(point.tree(value, single), info)
+
+
+def _start(point: Point, x0: Tree, count: int, single: bool) -> torch.Tensor:
+    """Return x0 as rows [1, p] or [k, p], constant."""
+    rows, alone = point.rows(x0, "x0")
+    if not alone and (single or len(rows) != count):
+        expected = "one vector" if single else f"one vector or k = {count}"
+        raise StructureError(message("x0", f"{expected}, as v", f"k = {len(rows)}", "start one solve per vector of v"))
+    plain = implicit.constant(rows)
+    if plain is None:
+        fix = "give vmap no x0 that it maps, or solve for a batch of v with a batch of x0"
+        raise ValueError(message("x0", "the same start for all that vmap maps", "a mapped tensor", fix))
+    return plain
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -457,6 +548,9 @@ def cg(
     max_iter: int | None = None,
     tol: float = 1e-7,
     callback: Callback | None = None,
+    x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
 ) -> SolveResult:
     """Solve A u = b by conjugate gradients, A symmetric positive definite.
 
@@ -467,6 +561,10 @@ def cg(
         max_iter: most iterations (one batched product each); None = 10 p, at most 1000.
         tol: stop a right-hand side when ||b - A u|| <= tol ||b||.
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
+        x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
+        preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
+            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
+        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info.
@@ -479,7 +577,65 @@ def cg(
     >>> cg(lambda v: 2 * v, torch.tensor([2.0, 4.0])).value
     tensor([1., 2.])
     """
-    method = cg_method(max_iter=max_iter, tol=tol, callback=callback)
+    method = cg_method(
+        max_iter=max_iter,
+        tol=tol,
+        callback=callback,
+        x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
+        batched=batched,
+    )
+    return _solve(matvec, b, method, batched=batched)
+
+
+def minres(
+    matvec: Callable[[Tree], Tree],
+    b: Tree,
+    *,
+    batched: bool = False,
+    max_iter: int | None = None,
+    tol: float = 1e-7,
+    callback: Callback | None = None,
+    x0: Tree = None,
+    preconditioner: Preconditioner = None,
+    generator: torch.Generator | None = None,
+) -> SolveResult:
+    """Solve A u = b by minimal residuals, A symmetric: indefinite or singular as it may be.
+
+    Args:
+        matvec: v -> A v, on trees like b; or the matrix [p, p] itself.
+        b: the right-hand side, any tree of floating point tensors; with ``batched`` one leading axis k on every leaf.
+        batched: matvec and b carry the leading axis k.
+        max_iter: most iterations (one batched product each); None = 10 p, at most 1000.
+        tol: stop a right-hand side when ||b - A u|| <= tol ||b||.
+        callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
+        x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
+        preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
+            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
+        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+
+    Returns:
+        SolveResult(value, info): u like b; one entry per right-hand side in info. Where A is singular, u is the
+        solution of least norm if b is in the range of A, and otherwise, with status 3, the least-squares solution.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind; StructureError where A v is not like v.
+
+    Source: Paige and Saunders (1975), doi:10.1137/0712047.
+
+    >>> minres(torch.diag(torch.tensor([2.0, -4.0, 0.0])), torch.tensor([2.0, 4.0, 1.0])).info.status
+    tensor(3)
+    """
+    method = minres_method(
+        max_iter=max_iter,
+        tol=tol,
+        callback=callback,
+        x0=x0,
+        preconditioner=preconditioner,
+        generator=generator,
+        batched=batched,
+    )
     return _solve(matvec, b, method, batched=batched)
 
 

@@ -9,7 +9,8 @@ import torch
 from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
-from .rows import Matvec, attainable, judge, leaves_at, normalise
+from .precondition import WRONG, Guarded
+from .rows import Matvec, attainable, divide, gauge_of, judge, leaves_at, normalise, start_at
 
 __all__ = ["cg_rows"]
 
@@ -24,6 +25,8 @@ def cg_rows(
     layout: Layout,
     callback: Callable[[int, torch.Tensor], None] | None = None,
     notes: list[str] | None = None,
+    start: torch.Tensor | None = None,
+    precondition: Matvec | None = None,
 ) -> Raw:
     """Solve A u = b for each row b of [k, *B, p], A symmetric, by one batched product per iteration.
 
@@ -32,14 +35,17 @@ def cg_rows(
     and the true one does not, the row restarts from its true residual.
 
     Source: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044. Differs: (1) rows are normalised first; (2) one mask
-    entry per row; (3) restarts on the true residual until it stops falling.
+    entry per row; (3) restarts on the true residual until it stops falling; (4) a row stops by the norm of its
+    residual, with a preconditioner as without.
     """
     scaled = normalise(rows)
     b = scaled.unit
     work, tiny = torch.finfo(b.dtype).eps, torch.finfo(b.dtype).tiny
-    x, r, p = torch.zeros_like(b), b.clone(), b.clone()
+    x, r = start_at(matvec, scaled, start)
+    r, near = r.clone(), None if precondition is None else Guarded(precondition)
     rr = torch.linalg.vecdot(r, r)
-    active = rr > 0
+    p, rz = (r.clone(), rr) if near is None else near(r)
+    active = rr > (0.0 if start is None else tol * tol)
     status = torch.full(rr.shape, int(Status.MAX_ITER), device=b.device)
     iterations = torch.zeros(rr.shape, dtype=torch.int64, device=b.device)
     largest = torch.zeros_like(rr)  # of |A p|^2 / |p|^2: what A was seen to do
@@ -47,13 +53,16 @@ def cg_rows(
     empty = torch.zeros(b.shape[-1], dtype=torch.bool, device=b.device)  # columns of the null vectors met
     residual, best = torch.full_like(rr, torch.inf), x
     gauge: torch.Tensor | None = None  # [k, *B, 1]: the iteration runs on A / gauge
-    step = 0
+    unfit, step = torch.zeros_like(active), 0  # rows on which M is not positive definite
     while True:
+        if near is not None:
+            unfit |= active & near.wrong
+            active = active & ~unfit
         while step < max_iter and bool(active.any()):
             step += 1
             ap = matvec(p) if gauge is None else matvec(p) / gauge
-            if step == 1 and (gauge := _gauge(ap)) is not None:
-                ap = ap / gauge
+            if step == 1 and (gauge := gauge_of(divide(ap, torch.linalg.vector_norm(p, dim=-1)))) is not None:
+                ap, x = ap / gauge, x * gauge
             pp, pap, aa = (torch.linalg.vecdot(first, second) for first, second in ((p, p), (p, ap), (ap, ap)))
             growth = aa / pp.clamp(min=tiny)
             largest = torch.maximum(largest, growth)
@@ -70,14 +79,18 @@ def cg_rows(
                 empty |= (p.abs() > 1e-3 * pp.sqrt().unsqueeze(-1))[null].any(0)
                 largest, ap = torch.where(broken, 0.0, largest), torch.where(broken.unsqueeze(-1), 0.0, ap)
                 active = active & ~(broken | null | flat)
-            alpha = torch.where(active, rr / pap, 0.0).unsqueeze(-1)
+            alpha = torch.where(active, rz / pap, 0.0).unsqueeze(-1)
             x, r = torch.addcmul(x, alpha, p), r.addcmul_(alpha, ap, value=-1)
-            rr_next = torch.linalg.vecdot(r, r)
-            beta = torch.where(active, rr_next / rr, 0.0).unsqueeze(-1)
-            p, rr = p.mul_(beta).add_(r), rr_next
+            rr = torch.linalg.vecdot(r, r)
+            z, rz_next = (r, rr) if near is None else near(r)
+            beta = torch.where(active, rz_next / rz, 0.0).unsqueeze(-1)
+            p, rz = p.mul_(beta).add_(z), rz_next
             if callback is not None:
                 callback(step, torch.where(scaled.nonfinite, torch.nan, rr.sqrt()))
             active = active & (rr > max(tol * tol, 0.0))
+            if near is not None:
+                unfit |= active & near.wrong
+                active = active & ~unfit
         # What is left is the truth: recompute, and restart the rows that rounding fooled while that still helps.
         r = b - (matvec(x) if gauge is None else matvec(x / gauge))
         true, size = torch.linalg.vector_norm(r, dim=-1), largest.sqrt()
@@ -93,13 +106,17 @@ def cg_rows(
         if step >= max_iter or not bool(active.any()):
             break
         x = torch.where(active.unsqueeze(-1), x, best)
-        p, rr = r.clone(), torch.where(active, true * true, rr)
+        rr = torch.where(active, true * true, rr)
+        p, rz = (r.clone(), rr) if near is None else near(r)
     negative = (lowest <= 0) & (status != Status.SINGULAR) & (status != Status.NONFINITE)
     status[negative] = int(Status.NEGATIVE_CURVATURE)
     if notes is not None and bool(empty.any()):
         notes.append(
             f"no curvature in {', '.join(repr(name) for name in leaves_at(layout, empty))} along a direction met"
         )
+    status[unfit] = int(Status.SINGULAR)
+    if notes is not None and bool(unfit.any()):
+        notes.append(WRONG)
     if gauge is not None:
         lowest = lowest * gauge.squeeze(-1)
     if notes is not None and bool(negative.any()):
@@ -108,12 +125,3 @@ def cg_rows(
             f"curvature {least:.3g} along a search direction: regularization must grow by more than {-least:.3g}"
         )
     return judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)
-
-
-def _gauge(ap: torch.Tensor) -> torch.Tensor | None:
-    """Return the size of each row of A p, if squares of it leave the range of the dtype; p has unit norm."""
-    peak = ap.abs().amax(-1, keepdim=True)
-    safe = torch.finfo(ap.dtype).max ** 0.25
-    if bool(((peak < safe) & (peak > 1 / safe) | (peak == 0) | ~peak.isfinite()).all()):
-        return None
-    return peak.masked_fill((peak == 0) | ~peak.isfinite(), 1.0)

@@ -33,7 +33,8 @@ _TEXTS = {
     Status.MAX_ITER: "ran out of steps before the residual met tol: the curvature is badly conditioned or the limit "
     "is too low; raise max_iter (recursion_depth for lissa), loosen tol, or add regularization",
     Status.NEGATIVE_CURVATURE: "met a direction of curvature <= 0, so the matrix is not positive definite (x is no "
-    "minimum, or the model is not convex); add regularization, or use ihvp_explicit, which solves indefinite systems",
+    "minimum, or the model is not convex); add regularization, or use ihvp_minres or ihvp_explicit, which solve "
+    "indefinite systems",
     Status.SINGULAR: "singular: the curvature vanishes in some direction (an unused or redundant parameter); add "
     "regularization, or leave that parameter out of argnums",
     Status.DIVERGED: "diverged: some batch has curvature above what scaling allows, or negative curvature; raise "

@@ -11,7 +11,17 @@ from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
 
-__all__ = ["Scaled", "as_returned", "attainable", "judge", "leaves_at", "normalise"]
+__all__ = [
+    "Scaled",
+    "as_returned",
+    "attainable",
+    "divide",
+    "gauge_of",
+    "judge",
+    "leaves_at",
+    "normalise",
+    "start_at",
+]
 
 Matvec = Callable[[torch.Tensor], torch.Tensor]
 
@@ -51,6 +61,40 @@ def normalise(rows: torch.Tensor) -> Scaled:
     norm = torch.linalg.vector_norm(unit, dim=-1)
     norm = norm.masked_fill(norm == 0, 1.0)
     return Scaled(unit / norm.unsqueeze(-1), peak, norm, zero, nonfinite)
+
+
+def gauge_of(ap: torch.Tensor) -> torch.Tensor | None:
+    """Return the size of each row of A p, if squares of it leave the range of the dtype; p has unit norm."""
+    peak = ap.abs().amax(-1, keepdim=True)
+    safe = torch.finfo(ap.dtype).max ** 0.25
+    if bool(((peak < safe) & (peak > 1 / safe) | (peak == 0) | ~peak.isfinite()).all()):
+        return None
+    return peak.masked_fill((peak == 0) | ~peak.isfinite(), 1.0)
+
+
+def divide(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Return rows [..., p] / by [...], and 0 where that is 0."""
+    by = by.unsqueeze(-1)
+    return torch.where(by == 0, 0.0, rows / torch.where(by == 0, 1.0, by))
+
+
+def start_at(matvec: Matvec, scaled: Scaled, start: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where an iteration on the unit rows starts, and its residual; 0 where ``start`` is no better than that.
+
+    Args:
+        matvec: rows -> A rows.
+        scaled: the right-hand sides [k, *B, p].
+        start: solutions in the scale of the rows, [k, p], [1, p] or [j, p] with rows joined k = i j; None = 0.
+    """
+    b, zero = scaled.unit, torch.zeros_like(scaled.unit)
+    if start is None or not b.numel():
+        return zero, b
+    start = start.repeat(len(b) // len(start), 1).reshape(len(b), *(1,) * (b.ndim - 2), b.shape[-1])
+    x = (start / scaled.peak.unsqueeze(-1) / scaled.norm.unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0)
+    r = b - matvec(x)
+    # Not finite or longer than b is worse than 0.
+    good = (torch.linalg.vector_norm(r, dim=-1) <= torch.linalg.vector_norm(b, dim=-1)).unsqueeze(-1)
+    return torch.where(good, x, zero), torch.where(good, r, b)
 
 
 def attainable(u: torch.Tensor, size: torch.Tensor, eps: float) -> torch.Tensor:

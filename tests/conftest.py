@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("ci", max_examples=12, deadline=None, derandomize=True, suppress_health_check=slow)
+settings.register_profile("ci", max_examples=8, deadline=None, derandomize=True, suppress_health_check=slow)
 settings.register_profile("thorough", max_examples=400, deadline=None, suppress_health_check=slow)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -62,7 +62,7 @@ def assert_solves(u, v, matrix, rtol=1e-6, atol=1e-8):
 
 @pytest.mark.fault("F13")
 @pytest.mark.parametrize(("solver", "form"), TABLE)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(problem=quadratics(), lam=st.floats(0, 1), rng=st.randoms(use_true_random=False))
 def test_every_solver_equals_the_dense_solve(solver, form, problem, lam, rng):
     """One lambda, one meaning: each solver and form solves (H + lambda I) u = v, on any tree and number of vectors."""
@@ -81,7 +81,7 @@ def test_every_solver_equals_the_dense_solve(solver, form, problem, lam, rng):
 
 
 @pytest.mark.parametrize(("solver", "form"), TABLE)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(problem=nonquadratics(), lam=st.floats(0, 1), mode=st.sampled_from(["rev-rev", "rev-fwd"]))
 def test_losses_on_data(solver, form, problem, lam, mode):
     """Integer and bool data, curvature that depends on x, both modes, chunks."""
@@ -94,7 +94,7 @@ def test_losses_on_data(solver, form, problem, lam, mode):
 
 @pytest.mark.parametrize("solver", ["cg", "minres"])
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(problem=quadratics())
 def test_starts(solver, form, problem):
     """x0 is a tree like v: one for each vector, or one for all."""

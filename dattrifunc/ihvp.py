@@ -503,23 +503,8 @@ def ihvp_at_x_cg(
     >>> ihvp_at_x_cg(loss, {"w": torch.zeros(2)})({"w": torch.ones(2)})["w"]
     tensor([0.5000, 0.5000])
     """
-    return _cg(
-        func=func,
-        argnums=argnums,
-        max_iter=max_iter,
-        tol=tol,
-        mode=mode,
-        regularization=regularization,
-        product=product,
-        chunk_size=chunk_size,
-        has_aux=has_aux,
-        callback=callback,
-        x0=x0,
-        preconditioner=preconditioner,
-        generator=generator,
-        in_dims=in_dims,
-        keep_batch_dim=keep_batch_dim,
-    ).bound(x)
+    knobs = {name: value for name, value in locals().items() if name != "x"}  # every parameter, by its name
+    return _cg(**knobs).bound(x)
 
 
 def ihvp_cg(
@@ -547,23 +532,7 @@ def ihvp_cg(
     >>> ihvp_cg(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
     tensor([0.1667, 0.1667])
     """
-    return _cg(
-        func=func,
-        argnums=argnums,
-        max_iter=max_iter,
-        tol=tol,
-        mode=mode,
-        regularization=regularization,
-        product=product,
-        chunk_size=chunk_size,
-        has_aux=has_aux,
-        callback=callback,
-        x0=x0,
-        preconditioner=preconditioner,
-        generator=generator,
-        in_dims=in_dims,
-        keep_batch_dim=keep_batch_dim,
-    ).unbound
+    return _cg(**locals()).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -634,23 +603,8 @@ def ihvp_at_x_minres(
     >>> ihvp_at_x_minres(loss, p)(p)
     {'a': tensor(2.0000), 'b': tensor(1.0000)}
     """
-    return _minres(
-        func=func,
-        argnums=argnums,
-        max_iter=max_iter,
-        tol=tol,
-        mode=mode,
-        regularization=regularization,
-        product=product,
-        chunk_size=chunk_size,
-        has_aux=has_aux,
-        callback=callback,
-        x0=x0,
-        preconditioner=preconditioner,
-        generator=generator,
-        in_dims=in_dims,
-        keep_batch_dim=keep_batch_dim,
-    ).bound(x)
+    knobs = {name: value for name, value in locals().items() if name != "x"}  # every parameter, by its name
+    return _minres(**knobs).bound(x)
 
 
 def ihvp_minres(
@@ -678,23 +632,7 @@ def ihvp_minres(
     >>> ihvp_minres(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
     tensor([0.1667, 0.1667])
     """
-    return _minres(
-        func=func,
-        argnums=argnums,
-        max_iter=max_iter,
-        tol=tol,
-        mode=mode,
-        regularization=regularization,
-        product=product,
-        chunk_size=chunk_size,
-        has_aux=has_aux,
-        callback=callback,
-        x0=x0,
-        preconditioner=preconditioner,
-        generator=generator,
-        in_dims=in_dims,
-        keep_batch_dim=keep_batch_dim,
-    ).unbound
+    return _minres(**locals()).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -459,6 +459,7 @@ def ihvp_at_x_cg(
     callback: Callback | None = None,
     x0: Tree = None,
     preconditioner: Preconditioner = None,
+    block: bool | str = False,
     generator: torch.Generator | None = None,
 ) -> Solve:
     """Bind x and return v -> (C + lambda I)^-1 v by conjugate gradients.
@@ -483,6 +484,8 @@ def ihvp_at_x_cg(
         x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
             C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
+        block: one Krylov space for all right-hand sides, whose directions serve every one of them: fewer products, more
+            memory (all directions are kept). "auto": where there are several right-hand sides and memory allows it.
         generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
 
     Returns:
@@ -523,6 +526,7 @@ def ihvp_cg(
     callback: Callback | None = None,
     x0: Tree = None,
     preconditioner: Preconditioner = None,
+    block: bool | str = False,
     generator: torch.Generator | None = None,
 ) -> SolveAt:
     """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by conjugate gradients; see ``ihvp_at_x_cg``.

@@ -39,6 +39,7 @@ SOLVERS = {
     "explicit": (ihvp_explicit, ihvp_at_x_explicit, {}),
     "cg": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12}),
     "minres": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12}),
+    "cg block": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12, "block": True}),
     "cg jacobi": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12, "preconditioner": "jacobi"}),
     "minres M": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12, "preconditioner": half}),
     "lissa": (ihvp_lissa, ihvp_at_x_lissa, {"scaling": 6.5, "recursion_depth": 400}),

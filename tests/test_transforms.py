@@ -212,6 +212,10 @@ MAPS = {
         lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, preconditioner="jacobi")((w, x, Y), v),
         divide,
     ),
+    "ihvp_cg block": (
+        lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, block=True)((w, x, Y), v),
+        divide,
+    ),
     "ihvp_minres M": (
         lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, preconditioner=lambda u: u / (1 + W**2))(
             (w, x, Y), v
@@ -335,6 +339,10 @@ BOUND = {
     "ihvp_at_x_cg x0": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM, x0=W), divide),
     "ihvp_at_x_minres jacobi": (
         lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM, preconditioner="jacobi"),
+        divide,
+    ),
+    "ihvp_at_x_cg block jacobi": (
+        lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM, block=True, preconditioner="jacobi"),
         divide,
     ),
     "ihvp_at_x_explicit": (lambda w, x: ihvp_at_x_explicit(loss, w, x, Y, regularization=LAM), divide),

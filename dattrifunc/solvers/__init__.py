@@ -35,6 +35,7 @@ from ..tree import (
     name_of,
     paths_of,
 )
+from .block import block_rows, fits
 from .conjugate import cg_rows
 from .dense import check_symmetric, factorise, matrix_of
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
@@ -116,9 +117,17 @@ def _sizes(problem: Problem) -> tuple[int, ...]:
 # the methods: knobs checked at the door
 
 
-def cg_method(**knobs: Any) -> Method:
+def cg_method(*, block: bool | str = False, **knobs: Any) -> Method:
     """Return conjugate gradients with these knobs: those of ``_iterative``."""
-    return _iterative("cg", cg_rows, **knobs)
+    if block not in (True, False, "auto"):
+        fix = "pass block=True to share one Krylov space among all right-hand sides, 'auto' to do so where it pays"
+        raise ValueError(message("block", "True, False or 'auto'", repr(block), fix))
+
+    def solve(matvec: implicit.Matvec, rows: torch.Tensor, **options: Any) -> implicit.Raw:
+        several = len(rows) > 1 and fits(math.prod(rows.shape[:-1]), rows.shape[-1])
+        return (block_rows if block is True or (block and several) else cg_rows)(matvec, rows, **options)
+
+    return _iterative("cg", solve, **knobs)
 
 
 def minres_method(**knobs: Any) -> Method:
@@ -550,6 +559,7 @@ def cg(
     callback: Callback | None = None,
     x0: Tree = None,
     preconditioner: Preconditioner = None,
+    block: bool | str = False,
     generator: torch.Generator | None = None,
 ) -> SolveResult:
     """Solve A u = b by conjugate gradients, A symmetric positive definite.
@@ -564,6 +574,8 @@ def cg(
         x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
             "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
+        block: one Krylov space for all right-hand sides, whose directions serve every one of them: fewer products, more
+            memory (all directions are kept). "auto": where there are several right-hand sides and memory allows it.
         generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
 
     Returns:
@@ -583,6 +595,7 @@ def cg(
         callback=callback,
         x0=x0,
         preconditioner=preconditioner,
+        block=block,
         generator=generator,
         batched=batched,
     )

@@ -295,7 +295,7 @@ class Closure:
         self.reached = tuple(seen.found)  # every tensor found, followed or not
         if not inside and not torch.is_grad_enabled():
             return
-        live = [t for t in seen.found if _followed(t)]
+        live = _independent([t for t in seen.found if _followed(t)])
         owned = {id(t): t for t in seen.owned if _followed(t)}
         if not inside and not live and not owned:
             return
@@ -487,8 +487,37 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in torch_pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
+def _independent(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors without those that torch.autograd computed from others of them, and without these others.
+
+    A function that holds both holds a graph from one to the other, and goes through it: neither can be exchanged.
+    """
+    nodes = {id(t if t.grad_fn is None else t.grad_fn): t for t in tensors if is_plain(t)}
+    held: set[int] = set()
+    for tensor in tensors:
+        if not is_plain(tensor) or tensor.grad_fn is None:
+            continue
+        waiting, seen = [node for node, _ in tensor.grad_fn.next_functions], {id(tensor.grad_fn)}
+        while waiting:
+            node = waiting.pop()
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            source = nodes.get(id(getattr(node, "variable", node)))
+            if source is not None:
+                held |= {id(tensor), id(source)}
+            waiting += [following for following, _ in node.next_functions]
+    return [t for t in tensors if id(t) not in held]
+
+
 def _followed(tensor: torch.Tensor) -> bool:
-    """Say whether a transform, or torch.autograd in either mode, may follow a tensor."""
+    """Say whether a transform, or torch.autograd in either mode, may follow a tensor.
+
+    Not what is left of a transform that has ended: a function that holds it, such as that of torch.func.vjp, holds the
+    graph of that transform, and goes through it.
+    """
+    if torch._C._functorch.is_dead_tensor_wrapper(tensor):  # type: ignore[attr-defined]
+        return False
     if not is_plain(tensor) or tensor.requires_grad:
         return True
     dual = torch.autograd.forward_ad._current_level >= 0

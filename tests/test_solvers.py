@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import flat, quadratics, row, symmetric, unflat
 
-from dattrifunc import ConvergenceWarning, ihvp_at_x_cg, solvers
+from dattrifunc import ConvergenceWarning, hvp_at_x, ihvp_at_x_cg, solvers
 from dattrifunc.solvers import Status
 from dattrifunc.solvers.dense import factorise
 from dattrifunc.solvers.precondition import diagonal_of, random_signs
@@ -863,3 +863,50 @@ def test_lissa_with_all_samples_in_a_batch():
     f = lambda v, index: v * torch.tensor([1.0, 3.0])[index].mean()  # noqa: E731
     u = solvers.lissa(f, torch.ones(2), num_samples=2, batch_size=2, scaling=4.0, recursion_depth=100).value
     torch.testing.assert_close(u, torch.full((2,), 0.5))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# products that hold a graph
+
+
+def held_products(w):
+    """Name -> v -> H v, all that depends on w done beforehand."""
+
+    def loss(w):
+        return torch.tanh(w).square().sum() + w.prod() + (w**4).sum()
+
+    pull = torch.func.vjp(torch.func.grad(loss), w)[1]
+    bound = hvp_at_x(loss, (w,))
+    leaf = w.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    hessian = torch.func.hessian(loss)(w)
+    return hessian, {
+        "vjp": lambda v: pull(v)[0],
+        "bound": bound,
+        "closure": lambda v: bound(v),
+        "autograd": lambda v: torch.autograd.grad(slope, leaf, v, retain_graph=True)[0],
+    }
+
+
+@pytest.mark.parametrize("product", ["vjp", "bound", "closure", "autograd"])
+@pytest.mark.parametrize("name", ["cg", "minres", "explicit"])
+def test_a_matvec_that_holds_a_graph(name, product):
+    """What the graph of a held vjp was made of is no tensor to exchange: its product would be zero."""
+    w, v = torch.tensor([0.5, -1.0, 1.5, 0.7]).double(), torch.tensor([1.0, 2.0, -1.0, 0.5]).double()
+    hessian, products = held_products(w)
+    u, info = getattr(solvers, name)(products[product], v)
+    torch.testing.assert_close(u, torch.linalg.solve(hessian, v), rtol=1e-6, atol=1e-8)
+    assert info.converged
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_graph_inside_a_transform_is_refused(transform):
+    """A vjp made inside a transform hides what it was made of: said, where an answer would be wrong."""
+
+    def f(w):
+        pull = torch.func.vjp(torch.func.grad(lambda w: (w**4).sum()), w)[1]
+        return solvers.minres(lambda v: pull(v)[0], torch.ones(4).double()).value.sum()
+
+    w = torch.tensor([0.5, -1.0, 1.5, 0.7]).double()
+    with pytest.raises(RuntimeError, match=r"hides a tensor of a running torch.func transform"):
+        torch.func.grad(f)(w) if transform == "grad" else torch.func.vmap(f)(torch.stack([w, w]))

@@ -19,7 +19,8 @@ def outside(x: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def orthonormal(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """Return an orthonormal basis of the first rows of x [b, j, p], those of ``kept`` [b, j]; 0 in the other rows."""
-    return torch.linalg.qr(x.mT).Q.mT.masked_fill(~kept.unsqueeze(-1), 0.0)
+    basis: torch.Tensor = torch.linalg.qr(x.mT).Q.mT
+    return basis.masked_fill(~kept.unsqueeze(-1), 0.0)
 
 
 def principal(x: torch.Tensor, basis: torch.Tensor, threshold: float, most: int, cut: float) -> torch.Tensor:

@@ -8,10 +8,12 @@ from .ihvp import (
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
     ihvp_at_x_minres,
+    ihvp_at_x_woodbury,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
     ihvp_minres,
+    ihvp_woodbury,
 )
 from .losses import CompositeLoss
 from .products import fvp, fvp_at_x, ggnvp, ggnvp_at_x, hessian_matrix, hvp, hvp_at_x
@@ -41,10 +43,12 @@ __all__ = [
     "ihvp_at_x_explicit",
     "ihvp_at_x_lissa",
     "ihvp_at_x_minres",
+    "ihvp_at_x_woodbury",
     "ihvp_cg",
     "ihvp_explicit",
     "ihvp_lissa",
     "ihvp_minres",
+    "ihvp_woodbury",
     "influence",
     "partition",
     "per_sample_grads",

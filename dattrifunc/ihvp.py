@@ -16,7 +16,7 @@ from . import implicit, solvers
 from .curvature import RULES, Curvature, Unchanged, bound, check_func, check_product_knobs, curvature
 from .errors import StructureError, message
 from .losses import CompositeLoss
-from .products import hvp_at_x
+from .products import fvp_at_x, hvp_at_x
 from .solvers import Callback, Method, Preconditioner
 from .tree import (
     Leaves,
@@ -35,10 +35,12 @@ __all__ = [
     "ihvp_at_x_explicit",
     "ihvp_at_x_lissa",
     "ihvp_at_x_minres",
+    "ihvp_at_x_woodbury",
     "ihvp_cg",
     "ihvp_explicit",
     "ihvp_lissa",
     "ihvp_minres",
+    "ihvp_woodbury",
 ]
 
 Solve = Callable[[Tree], Any]
@@ -633,6 +635,98 @@ def ihvp_minres(
     tensor([0.1667, 0.1667])
     """
     return _minres(**locals()).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Woodbury
+
+
+def _woodbury(*, product: Callable[..., Any], regularization: float, **rest: Any) -> _Inverse:
+    check_callable(product, "product", "fvp_at_x, or leave it out")
+    if product is not fvp_at_x:
+        expected, got = "fvp_at_x, the curvature made of rows", getattr(product, "__name__", repr(product))
+        raise ValueError(message("product", expected, got, "leave it out, or use ihvp_cg, which takes any product"))
+    method = solvers.woodbury_method(regularization=regularization, argument="func")
+    return _Inverse(product=product, regularization=regularization, make=lambda *_: method, **rest)
+
+
+def ihvp_at_x_woodbury(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    regularization: float = 0.0,
+    product: Callable[..., Any] = fvp_at_x,
+    in_dims: Any,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> Solve:
+    """Bind x and return v -> (F + lambda I)^-1 v, exactly, through the n x n Gram matrix of the samples' gradients.
+
+    F = 1/n sum_i g_i g_i^T is the empirical Fisher, g_i the gradient of ``func`` on sample i with respect to
+    ``x[argnums]``: (F + lambda I)^-1 v = (v - G^T (n lambda I + G G^T)^-1 G v) / lambda for the rows G [n, p]. At
+    build: the rows (n p numbers, held), their Gram matrix (n^2 p operations) and its Cholesky factor. A call calls
+    ``func`` no more: two products with G for each v and step of refinement. Where n >= p it is as right, and
+    ``ihvp_at_x_explicit`` with ``product=fvp_at_x`` is cheaper.
+
+    Args:
+        func: loss of one sample, ``func(*x) -> scalar``.
+        x: arguments of ``func``, holding all n samples; any pytrees, taken as constants.
+        argnums: which argument, or a tuple for several at once.
+        regularization: lambda > 0, in units of loss / parameter**2.
+        product: ``fvp_at_x``: no other curvature is made of rows.
+        in_dims: sample axis per argument of func, as in ``torch.func.vmap``, e.g. (None, 0, 0).
+        keep_batch_dim: give func an axis of size 1 in place of the sample axis.
+        mode: as in the other solvers; changes nothing here.
+        chunk_size: most samples pushed through autodiff at once; None = all n.
+        has_aux: return ``(u, SolveInfo)``.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
+        ``has_aux``, ``(u, SolveInfo)``, each field [] or [k]; the residual is always the true one.
+
+    Raises:
+        StructureError: in_dims does not fit x, or v does not match x[argnums].
+        ValueError: lambda is not > 0, another product is given, or a gradient has NaN or inf; the leaves are named.
+
+    Warns:
+        ConvergenceWarning: lambda is so small beside F that rounding leaves no such answer; says which would do.
+
+    Source: Woodbury (1950), Inverting modified matrices; Hager (1989), doi:10.1137/1031049. Differs: see
+    ``solvers.woodbury``.
+
+    >>> loss = lambda w, x: w @ x                       # gradients (2, 0) and (0, 0), so F = diag(2, 0)
+    >>> x = torch.tensor([[2.0, 0.0], [0.0, 0.0]])
+    >>> solve = ihvp_at_x_woodbury(loss, torch.zeros(2), x, in_dims=(None, 0), regularization=1.0)
+    >>> solve(torch.tensor([3.0, 1.0]))
+    tensor([1., 1.])
+    """
+    knobs = {name: value for name, value in locals().items() if name != "x"}  # every parameter, by its name
+    return _woodbury(**knobs).bound(x)
+
+
+def ihvp_woodbury(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    regularization: float = 0.0,
+    *,
+    product: Callable[..., Any] = fvp_at_x,
+    in_dims: Any,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> SolveAt:
+    """Return ``f(x, v)`` = (F(x) + lambda I)^-1 v through the Gram matrix; see ``ihvp_at_x_woodbury``.
+
+    Differentiable in v and x (implicitly, by another solve).
+
+    >>> f = ihvp_woodbury(lambda w, x: w @ x, in_dims=(None, 0), regularization=1.0)
+    >>> f((torch.zeros(2), torch.tensor([[2.0, 0.0], [0.0, 0.0]])), torch.tensor([3.0, 1.0]))
+    tensor([1., 1.])
+    """
+    return _woodbury(**locals()).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,10 +27,12 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_minres,
+    ihvp_at_x_woodbury,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
     ihvp_minres,
+    ihvp_woodbury,
     solvers,
 )
 
@@ -87,9 +89,13 @@ def one_loss(w, x, y):
     return torch.log1p(torch.exp(z)) - y * z + 0.5 * (w**2).sum() + 0.1 * (w**4).sum()
 
 
+def rows_of(w, x):
+    return (torch.sigmoid(x @ w) - Y)[:, None] * x + w + 0.4 * w**3
+
+
 def fisher(w, x):
     """Written out: the gradients by hand."""
-    g = (torch.sigmoid(x @ w) - Y)[:, None] * x + w + 0.4 * w**3
+    g = rows_of(w, x)
     return g.T @ g / N + LAM * torch.eye(P, dtype=torch.float64)
 
 
@@ -195,6 +201,15 @@ MAPS = {
     "ihvp_cg ggnvp": (lambda w, v, x: ihvp_cg(COMPOSITE, tol=1e-13, **COMPOSED)((w, x, Y), v), over(gauss_newton)),
     "ihvp_cg fvp": (lambda w, v, x: ihvp_cg(one_loss, tol=1e-13, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
     "ihvp_explicit fvp": (lambda w, v, x: ihvp_explicit(one_loss, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
+    "ihvp_woodbury": (lambda w, v, x: ihvp_woodbury(one_loss, 0, LAM, **IN_DIMS)((w, x, Y), v), over(fisher)),
+    "ihvp_woodbury chunks": (
+        lambda w, v, x: ihvp_woodbury(one_loss, 0, LAM, chunk_size=2, **IN_DIMS)((w, x, Y), v),
+        over(fisher),
+    ),
+    "solvers.woodbury": (
+        lambda w, v, x: solvers.woodbury({"a": rows_of(w, x)}, {"a": v}, regularization=LAM).value["a"],
+        over(fisher),
+    ),
     "ihvp_lissa fvp": (
         fisher_by_lissa,
         over(lambda w, x: 0.04 * fisher(w, x) + (1 - 0.04 * LAM) * torch.eye(P).double()),
@@ -327,6 +342,10 @@ BOUND = {
     ),
     "ihvp_at_x_cg fvp": (
         lambda w, x: ihvp_at_x_cg(one_loss, w, x, Y, tol=1e-13, **SAMPLED, **IN_DIMS),
+        over(fisher),
+    ),
+    "ihvp_at_x_woodbury": (
+        lambda w, x: ihvp_at_x_woodbury(one_loss, w, x, Y, regularization=LAM, **IN_DIMS),
         over(fisher),
     ),
     "ihvp_at_x_explicit ggnvp": (lambda w, x: ihvp_at_x_explicit(COMPOSITE, w, x, Y, **COMPOSED), over(gauss_newton)),

@@ -37,13 +37,14 @@ from ..tree import (
 )
 from .conjugate import cg_rows
 from .dense import check_symmetric, factorise, matrix_of
+from .gram import factor_gram
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
 from .minimal import minres_rows
 from .precondition import PROBES, by_diagonal, diagonal_of, random_signs
 from .rows import as_returned
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
-__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres"]
+__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres", "woodbury"]
 
 Callback = Callable[[int, torch.Tensor], None]
 Preconditioner = Callable[[Tree], Tree] | str | None
@@ -69,8 +70,18 @@ class Problem(Protocol):
     def notes(self) -> implicit.Notes:
         """What the call and its solve tell each other."""
 
+    @property
+    def shift(self) -> float:
+        """Lambda."""
+
     def matvec(self, tensors: Leaves) -> implicit.Matvec:
         """Rows -> (C + lambda I) rows."""
+
+    def unshifted(self, tensors: Leaves) -> implicit.Matvec:
+        """Rows -> C rows."""
+
+    def factor(self, tensors: Leaves) -> torch.Tensor:
+        """Rows g_i [*B, n, p] of which C is the mean outer product, where it has them."""
 
     def sampled(self, tensors: Leaves) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
         """(rows [k, R, *B, p], indices [R, batch]) -> (C_batch + lambda I) rows."""
@@ -108,7 +119,7 @@ def _judged(
     return judged
 
 
-def _sizes(problem: Problem) -> tuple[int, ...]:
+def _sizes(problem: Any) -> tuple[int, ...]:
     return tuple(level.size for level in reversed(problem.levels))
 
 
@@ -243,6 +254,31 @@ def explicit_method() -> Method:
         return judged
 
     return Method("explicit", rule, tol)
+
+
+def check_positive(regularization: Any, solver: str) -> float:
+    """Return lambda of a solver that divides by it."""
+    fix = f"pass lambda > 0 in units of loss / parameter**2, for example regularization=1e-3: {solver} divides by it"
+    return check_number(regularization, "regularization", strict=True, fix=fix)
+
+
+def woodbury_method(*, regularization: float, argument: str) -> Method:
+    """Return the solve through the Gram matrix of the rows; ``argument`` is what a row that is not finite comes from.
+
+    The matrix is factored once, when the rule meets the tensors.
+    """
+    tol = 1e-7
+    check_positive(regularization, "woodbury")
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        gram = factor_gram(problem.factor(tensors), problem.shift, problem.layout, argument)
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            return gram.solve(rows, tol, problem.point.eps, problem.notes.texts)
+
+        return _judged(problem, "woodbury", tol, run, gram.matvec)
+
+    return Method("woodbury", rule, tol)
 
 
 def lissa_method(
@@ -460,6 +496,28 @@ class _Matrix(implicit.System):
         return product
 
 
+@dataclass(frozen=True)
+class _Factored(implicit.System):
+    """The mean of the outer products of rows [n, p], plus lambda I; the rows are its only tensor."""
+
+    point: Point = field(kw_only=True)
+    shift: float = field(kw_only=True)
+
+    @property
+    def layout(self) -> Layout:
+        return self.point.layout
+
+    def factor(self, tensors: Leaves) -> torch.Tensor:
+        (rows,) = tensors
+        for axis, level in enumerate(reversed(self.levels)):
+            rows = rows if level.mapped[0] else rows.unsqueeze(axis)
+        return rows.expand(*_sizes(self), *rows.shape[-2:])
+
+    def exact(self, tensors: Leaves, row: torch.Tensor) -> torch.Tensor:
+        rows, column = self.factor(tensors), row.unsqueeze(-1)
+        return (rows.mT @ (rows @ column)).squeeze(-1) / rows.shape[-2] + self.shift * row
+
+
 @implicit.eager
 def _solve(
     matvec: Any, b: Tree, method: Method, *, batched: bool, sampling: int = 0, probe: tuple[Any, ...] = ()
@@ -657,6 +715,49 @@ def explicit(matvec: Callable[[Tree], Tree], b: Tree, *, batched: bool = False) 
     tensor([ 1., -1.])
     """
     return _solve(matvec, b, explicit_method(), batched=batched)
+
+
+@implicit.eager
+def woodbury(factor: Tree, b: Tree, *, regularization: float, batched: bool = False) -> SolveResult:
+    """Solve (F + lambda I) u = b exactly, F = 1/n sum_i g_i g_i^T, through the n x n Gram matrix of the rows g_i.
+
+    u = (b - G^T (n lambda I + G G^T)^-1 G b) / lambda for rows G [n, p]: n^2 p operations once, and 2 n p for each
+    right-hand side and step of refinement. Where n >= p it is as right, and ``explicit`` is cheaper.
+
+    Args:
+        factor: the rows: a tree like one vector of b, with a leading axis n on every leaf.
+        b: the right-hand side; with ``batched`` one leading axis k on every leaf.
+        regularization: lambda > 0.
+        batched: b carries the leading axis k.
+
+    Returns:
+        SolveResult(value, info). Status 6 where lambda is so small beside F that rounding leaves no such answer.
+
+    Raises:
+        StructureError: factor is not like b.
+        ValueError: lambda is not > 0, or factor has non-finite entries; the leaves are named.
+
+    Source: Woodbury (1950), Inverting modified matrices; Hager (1989), doi:10.1137/1031049.
+
+    >>> woodbury(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([3.0, 1.0]), regularization=1.0).value
+    tensor([1., 1.])
+    """
+    method = woodbury_method(regularization=regularization, argument="factor")
+    point = _point_of(b, batched)
+    rows, single = point.rows(factor, "factor")
+    if (single and point.leaves) or not len(rows):
+        fix = "give every leaf a leading axis n, one row per sample"
+        raise StructureError(message("factor", "n >= 1 rows", "one vector" if single else "n = 0", fix))
+    system = _Factored(
+        inverse=True,
+        solve=method.rule,
+        active=(True,),
+        must_map=(False,),
+        quiet=True,
+        point=point,
+        shift=float(regularization),
+    )
+    return run(method, system, system, (rows,), b, "b")
 
 
 def lissa(

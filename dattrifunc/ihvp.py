@@ -35,11 +35,13 @@ __all__ = [
     "ihvp_at_x_explicit",
     "ihvp_at_x_lissa",
     "ihvp_at_x_minres",
+    "ihvp_at_x_nystrom",
     "ihvp_at_x_woodbury",
     "ihvp_cg",
     "ihvp_explicit",
     "ihvp_lissa",
     "ihvp_minres",
+    "ihvp_nystrom",
     "ihvp_woodbury",
 ]
 
@@ -485,7 +487,8 @@ def ihvp_at_x_cg(
         x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
             C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
-        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+            Or "nystrom": by a sketch of C of rank 50, from as many products, for C with a few large eigenvalues.
+        generator: source of the signs, or the sketch; same seed, bit-equal answer. None = always the same.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -584,7 +587,8 @@ def ihvp_at_x_minres(
         x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
             C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
-        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+            Or "nystrom": by a sketch of C of rank 50, from as many products, for C with a few large eigenvalues.
+        generator: source of the signs, or the sketch; same seed, bit-equal answer. None = always the same.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -635,6 +639,107 @@ def ihvp_minres(
     tensor([0.1667, 0.1667])
     """
     return _minres(**locals()).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nystrom
+
+
+def _nystrom(
+    *, rank: int, regularization: float, tol: float, generator: torch.Generator | None, has_aux: bool, **rest: Any
+) -> _Inverse:
+    method = solvers.nystrom_method(
+        rank=rank, regularization=regularization, tol=tol, generator=generator, want_residual=has_aux
+    )
+    return _Inverse(regularization=regularization, has_aux=has_aux, make=lambda *_: method, **rest)
+
+
+def ihvp_at_x_nystrom(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    rank: int = 50,
+    regularization: float = 0.0,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    generator: torch.Generator | None = None,
+    has_aux: bool = False,
+    tol: float = 1e-7,
+) -> Solve:
+    """Bind x, sketch C once, and return v -> an approximation of (C + lambda I)^-1 v of low rank.
+
+    C is the Hessian of ``func`` with respect to ``x[argnums]`` (or what ``product`` computes), p its number of scalars;
+    it must be positive semidefinite. C ~ U L U^T, U [p, r], from one product with r vectors at build; a call makes
+    none: u = U (L + lambda)^-1 U^T v + (I - U U^T) v / lambda. Good where the eigenvalues that the sketch leaves out
+    are small beside lambda; r >= p is exact. Memory r p numbers, twice at build.
+
+    Args:
+        func: loss, ``func(*x) -> scalar``. Its own reduction sets the scale: a mean loss gives a mean Hessian.
+        x: arguments of ``func``; any pytrees, taken as constants. Only ``argnums`` must be floating point.
+        argnums: which argument, or a tuple for several at once.
+        rank: r, how many directions of curvature are kept; at most p of them.
+        regularization: lambda > 0, in units of loss / parameter**2.
+        product: ``hvp_at_x``, ``ggnvp_at_x`` (func is a CompositeLoss), ``fvp_at_x`` (func takes one sample), or any
+            function with the signature of the first. The last two are never negative.
+        in_dims: sample axis per argument of func, handed on to a product over samples, such as ``fvp_at_x``.
+        keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
+        mode: "rev-rev" or "rev-fwd", handed on to the product.
+        chunk_size: most vectors pushed through autodiff at once; None = all r.
+        generator: source of the test matrix; same seed, bit-equal answer. None = always the same one.
+        has_aux: return ``(u, SolveInfo)``; spends one product on the residual.
+        tol: what ``info.converged`` holds the relative residual against; changes no value.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
+        ``has_aux``, ``(u, SolveInfo)``, each field [] or [k].
+
+    Raises:
+        StructureError: v does not match x[argnums] (both structures are printed).
+        DtypeError: a differentiated leaf is not floating point.
+        ValueError: lambda is not > 0, or rank is not >= 1.
+
+    Warns:
+        ConvergenceWarning: the sketch met negative curvature of more than a tenth of lambda (it is taken for 0; says
+            which lambda would do), or C is not finite. Without ``has_aux``, no residual is known, and none is judged.
+
+    Source: Tropp, Yurtsever, Udell and Cevher (2017), arXiv:1706.05736; Frangella, Tropp and Udell (2021),
+    arXiv:2110.02820. Differs: see ``solvers.sketch.sketched``.
+
+    >>> loss = lambda p: 1.5 * p["w"] ** 2 + 0.5 * p["b"] ** 2          # Hessian diag(3, 1)
+    >>> p = {"w": torch.tensor(4.0), "b": torch.tensor(4.0)}
+    >>> ihvp_at_x_nystrom(loss, p, regularization=1.0)(p)
+    {'w': tensor(1.0000), 'b': tensor(2.0000)}
+    """
+    knobs = {name: value for name, value in locals().items() if name != "x"}  # every parameter, by its name
+    return _nystrom(**knobs).bound(x)
+
+
+def ihvp_nystrom(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    rank: int = 50,
+    regularization: float = 0.0,
+    *,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    generator: torch.Generator | None = None,
+    has_aux: bool = False,
+    tol: float = 1e-7,
+) -> SolveAt:
+    """Return ``f(x, v)``, the Nystrom approximation of (C(x) + lambda I)^-1 v; see ``ihvp_at_x_nystrom``.
+
+    Differentiable in v and x: the implicit derivative, whose solve is the same approximation (exact where rank >= p).
+
+    >>> ihvp_nystrom(lambda w: (w**2).sum(), regularization=2.0)((torch.ones(2),), torch.ones(2))
+    tensor([0.2500, 0.2500])
+    """
+    return _nystrom(**locals()).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,11 +34,13 @@ from dattrifunc import (
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
     ihvp_at_x_minres,
+    ihvp_at_x_nystrom,
     ihvp_at_x_woodbury,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
     ihvp_minres,
+    ihvp_nystrom,
     ihvp_woodbury,
     solvers,
 )
@@ -93,11 +95,16 @@ KNOBS = {
     "callback": [(3, TypeError, r"callback: expected a function, got int. Fix: pass callback\(iteration, residuals\)")],
     "preconditioner": [
         (
-            "nystrom",
+            "newton",
             ValueError,
-            r"preconditioner: expected 'jacobi', a function or None, got 'nystrom'. Fix: pass 'jac",
+            r"preconditioner: expected 'jacobi', 'nystrom', a function or None, got 'newton'. Fix: pass 'jac",
         ),
-        (3, TypeError, r"preconditioner: expected a function, got int. Fix: pass a function v -> M v .*'jacobi'"),
+        (3, TypeError, r"preconditioner: expected a function, got int. Fix: pass a function v -> M v .*'jacobi' or"),
+    ],
+    "rank": [
+        (0, ValueError, r"rank: expected an integer >= 1, got 0. Fix: pass how many directions of curvature"),
+        (2.5, TypeError, r"rank: expected an integer >= 1, got 2.5. Fix"),
+        (None, TypeError, r"rank: expected an integer >= 1, got None. Fix"),
     ],
     "batch_size": [
         (0, ValueError, r"batch_size: expected an integer >= 1, got 0. Fix: pass a positive integer"),
@@ -234,6 +241,11 @@ INVERSES: dict[str, tuple[Any, Any, list[str]]] = {
         ihvp_at_x_lissa,
         [*COMMON, "product", "collate_fn", *SAMPLING],
     ),
+    "nystrom": (
+        functools.partial(ihvp_nystrom, **POSITIVE),
+        functools.partial(ihvp_at_x_nystrom, **POSITIVE),
+        ["argnums", "mode", "chunk_size", "product", "rank", "tol", "generator"],
+    ),
     "woodbury": (
         functools.partial(ihvp_woodbury, **POSITIVE, in_dims=(None, 0)),
         functools.partial(ihvp_at_x_woodbury, **POSITIVE, in_dims=(None, 0)),
@@ -255,7 +267,7 @@ EARLY: list[Case] = [
         ]
     ],
 ]
-for name in ("woodbury",):
+for name in ("nystrom", "woodbury"):
     unbound = INVERSES[name][0]
     EARLY += wrong(f"ihvp_{name}", "lambda", NOT_POSITIVE, lambda lam, f=unbound: f(loss, regularization=lam))
 EARLY += wrong("ihvp_woodbury", "product", NO_ROWS, lambda f: INVERSES["woodbury"][0](loss, product=f))
@@ -449,7 +461,7 @@ LATE += [
     *wrong("fvp", "func", VALUES[1:4], lambda f: fvp(f, in_dims=WHOLE)((P, X), V)),
     *wrong("fvp_at_x", "func", VALUES[1:], lambda f: fvp_at_x(f, (P, X), in_dims=WHOLE)),
 ]
-for name in ("woodbury",):
+for name in ("nystrom", "woodbury"):
     bound = INVERSES[name][1]
     DOOR += wrong(f"ihvp_at_x_{name}", "lambda", NOT_POSITIVE, lambda lam, f=bound: f(loss, P, X, regularization=lam))
 for name, f in (
@@ -647,6 +659,7 @@ SOLVERS: dict[str, tuple[Any, list[str]]] = {
     "cg": (solvers.cg, ITERATIVE[1:]),
     "minres": (solvers.minres, ITERATIVE[1:]),
     "explicit": (solvers.explicit, []),
+    "nystrom": (functools.partial(solvers.nystrom, **POSITIVE), ["rank", "tol", "generator"]),
     "lissa": (
         solvers.lissa,
         SAMPLING,
@@ -676,6 +689,7 @@ LATE += [
     *wrong("solvers.woodbury", "b", RIGHT[:-1], lambda b: solvers.woodbury(G, b, **POSITIVE)),
     *wrong("solvers.woodbury", "lambda", NOT_POSITIVE, lambda lam: solvers.woodbury(G, B, regularization=lam)),
 ]
+LATE += wrong("solvers.nystrom", "lambda", NOT_POSITIVE, lambda lam: solvers.nystrom(A, B, regularization=lam))
 SAMPLED = r"matvec: expected a function \(v, index\) -> A_index v, as num_samples is given, got "
 LATE += [
     (

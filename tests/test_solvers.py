@@ -44,6 +44,8 @@ NAMES = {
     "minres": {"tol": 1e-12},
     "cg jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
     "minres jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
+    "cg nystrom": {"tol": 1e-12, "preconditioner": "nystrom"},
+    "minres nystrom": {"tol": 1e-12, "preconditioner": "nystrom"},
     "explicit": {},
     "lissa": LISSA,
 }

@@ -27,11 +27,13 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_minres,
+    ihvp_at_x_nystrom,
     ihvp_at_x_woodbury,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
     ihvp_minres,
+    ihvp_nystrom,
     ihvp_woodbury,
     solvers,
 )
@@ -227,6 +229,11 @@ MAPS = {
         lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, preconditioner="jacobi")((w, x, Y), v),
         divide,
     ),
+    "ihvp_cg nystrom": (
+        lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, preconditioner="nystrom")((w, x, Y), v),
+        divide,
+    ),
+    "ihvp_nystrom": (lambda w, v, x: ihvp_nystrom(loss, 0, 5, LAM)((w, x, Y), v), divide),
     "ihvp_minres M": (
         lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, preconditioner=lambda u: u / (1 + W**2))(
             (w, x, Y), v
@@ -237,6 +244,10 @@ MAPS = {
     "solvers.cg": (by_matvec, divide),
     "solvers.cg batched": (by_batched_matvec, divide),
     "solvers.minres": (lambda w, v, x: solvers.minres(matrix(w, x), v, tol=1e-13).value, divide),
+    "solvers.nystrom": (
+        lambda w, v, x: solvers.nystrom(matrix(w, x), v, regularization=LAM).value,
+        over(lambda w, x: matrix(w, x) + LAM * torch.eye(P).double()),
+    ),
     "solvers.explicit": (lambda w, v, x: solvers.explicit(matrix(w, x), v).value, divide),
     "solvers.lissa": (
         lambda w, v, x: (lambda h: solvers.lissa(lambda u: h @ u, v, scaling=6.0, recursion_depth=300).value)(
@@ -344,6 +355,11 @@ BOUND = {
         lambda w, x: ihvp_at_x_cg(one_loss, w, x, Y, tol=1e-13, **SAMPLED, **IN_DIMS),
         over(fisher),
     ),
+    "ihvp_at_x_nystrom": (lambda w, x: ihvp_at_x_nystrom(loss, w, x, Y, rank=3, regularization=LAM), divide),
+    "ihvp_at_x_minres nystrom": (
+        lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM, preconditioner="nystrom"),
+        divide,
+    ),
     "ihvp_at_x_woodbury": (
         lambda w, x: ihvp_at_x_woodbury(one_loss, w, x, Y, regularization=LAM, **IN_DIMS),
         over(fisher),
@@ -398,7 +414,7 @@ def test_bound_inside_a_transform(name):
     assert bind(torch.nn.Parameter(W), X)(V.clone().requires_grad_()).requires_grad
 
 
-@pytest.mark.parametrize("name", ["ihvp_cg", "ihvp_minres", "ihvp_explicit"])
+@pytest.mark.parametrize("name", ["ihvp_cg", "ihvp_minres", "ihvp_explicit", "ihvp_nystrom"])
 def test_info_passes_through_vmap(name):
     f = getattr(dattrifunc, name)(loss, regularization=LAM, has_aux=True)
     u, info = vmap(lambda w, v: f((w, X, Y), v))(WW, VV)

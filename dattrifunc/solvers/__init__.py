@@ -42,12 +42,14 @@ from .info import SolveInfo, SolveResult, Status, warn_unsolved
 from .minimal import minres_rows
 from .precondition import PROBES, by_diagonal, diagonal_of, random_signs
 from .rows import as_returned
+from .sketch import RANK, by_sketch, directions, nystrom_rows, sketched
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
-__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres", "woodbury"]
+__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres", "nystrom", "woodbury"]
 
 Callback = Callable[[int, torch.Tensor], None]
 Preconditioner = Callable[[Tree], Tree] | str | None
+_NEAR = "a function v -> M v that stands for the inverse, 'jacobi' or 'nystrom'"
 _TOL_FIX = "pass a relative tolerance, for example tol=1e-7"
 
 
@@ -158,31 +160,37 @@ def _iterative(
     if callback is not None:
         check_callable(callback, "callback", "callback(iteration, residuals)")
     check_generator(generator)
-    if isinstance(preconditioner, str) and preconditioner != "jacobi":
-        fix = "pass 'jacobi', or a function v -> M v"
-        raise ValueError(message("preconditioner", "'jacobi', a function or None", repr(preconditioner), fix))
+    if isinstance(preconditioner, str) and preconditioner not in ("jacobi", "nystrom"):
+        fix = "pass 'jacobi' or 'nystrom', or a function v -> M v"
+        expected = "'jacobi', 'nystrom', a function or None"
+        raise ValueError(message("preconditioner", expected, repr(preconditioner), fix))
     if preconditioner is not None and not isinstance(preconditioner, str):
-        check_callable(preconditioner, "preconditioner", "a function v -> M v that stands for the inverse, or 'jacobi'")
+        check_callable(preconditioner, "preconditioner", _NEAR)
         preconditioner = implicit.frozen(preconditioner)
         if preconditioner is None:
             fix = "pass one that depends on nothing that vmap maps"
             raise ValueError(message("preconditioner", "the same function for all that vmap maps", "a mapped one", fix))
-    drawn: dict[str, torch.Tensor] = {}  # what chance decided: once, also for the solves behind a derivative
+    drawn: dict[int, torch.Tensor] = {}  # p -> what chance decided: once, also for the solves behind a derivative
 
-    def near(problem: Problem, matvec: implicit.Matvec) -> implicit.Matvec | None:
+    def near(problem: Problem, product: implicit.Matvec, matvec: implicit.Matvec) -> implicit.Matvec | None:
         p = problem.layout.size
         if preconditioner is None or not p:
             return None
         if not isinstance(preconditioner, str):
             return _on_rows(preconditioner, problem.point, batched)
-        if p > PROBES and not drawn:
-            drawn["signs"] = random_signs(PROBES, p, generator)
         like = torch.empty(p, dtype=problem.point.work_dtype, device=device_of(problem.point))
-        return by_diagonal(diagonal_of(matvec, _sizes(problem), drawn.get("signs"), like))
+        if preconditioner == "nystrom":
+            if p not in drawn:
+                drawn[p] = directions(RANK, p, generator)
+            return by_sketch(sketched(product, drawn[p], _sizes(problem), like, problem.point.eps), problem.shift)
+        if p > PROBES and p not in drawn:
+            drawn[p] = random_signs(PROBES, p, generator)
+        return by_diagonal(diagonal_of(matvec, _sizes(problem), drawn.get(p), like))
 
     def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
-        matvec = problem.matvec(tensors)
-        precondition = near(problem, matvec)
+        product = problem.unshifted(tensors)
+        matvec = implicit.shifted(product, problem.shift)
+        precondition = near(problem, product, matvec)
         limit = min(10 * problem.layout.size, 1000) if max_iter is None else max_iter
 
         def told(iteration: int, residuals: torch.Tensor) -> None:
@@ -279,6 +287,33 @@ def woodbury_method(*, regularization: float, argument: str) -> Method:
         return _judged(problem, "woodbury", tol, run, gram.matvec)
 
     return Method("woodbury", rule, tol)
+
+
+def nystrom_method(
+    *, rank: int, regularization: float, tol: float, generator: torch.Generator | None, want_residual: bool
+) -> Method:
+    """Return the Nystrom approximation with these knobs; C is sketched once, when the rule meets the tensors."""
+    rank = check_count(rank, "rank", fix="pass how many directions of curvature to keep, for example rank=50")
+    tol = check_number(tol, "tol", fix=_TOL_FIX)
+    check_generator(generator)
+    check_positive(regularization, "nystrom")
+    drawn: dict[int, torch.Tensor] = {}  # p -> what chance decided
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        p, eps, shift = problem.layout.size, problem.point.eps, problem.shift
+        if p not in drawn:
+            drawn[p] = directions(rank, p, generator)
+        like = torch.empty(0, dtype=problem.point.work_dtype, device=device_of(problem.point))
+        product = problem.unshifted(tensors)
+        sketch = sketched(product, drawn[p], _sizes(problem), like, eps)
+        full = implicit.shifted(product, shift) if want_residual else None
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            return nystrom_rows(sketch, rows, shift=shift, tol=tol, eps=eps, full=full, notes=problem.notes.texts)
+
+        return _judged(problem, "nystrom", tol, run, full)
+
+    return Method("nystrom", rule, tol)
 
 
 def lissa_method(
@@ -424,6 +459,7 @@ class _Matrix(implicit.System):
     point: Point = field(kw_only=True)
     closure: implicit.Closure = field(kw_only=True)
     batched: bool = field(kw_only=True)
+    shift: float = field(kw_only=True, default=0.0)
     sampling: int = field(kw_only=True, default=0)  # number of samples, where the function takes an index of them
 
     @property
@@ -453,6 +489,9 @@ class _Matrix(implicit.System):
         return torch.func.vmap(lambda t, r: self._at(tuple(inner), t, r, lead), (dims, lead), lead)(tensors, rows)
 
     def matvec(self, tensors: Leaves) -> implicit.Matvec:
+        return implicit.shifted(self.unshifted(tensors), self.shift)
+
+    def unshifted(self, tensors: Leaves) -> implicit.Matvec:
         def product(rows: torch.Tensor) -> torch.Tensor:
             if rows.shape[0] == 0 or self.layout.size == 0:
                 return torch.zeros_like(rows)
@@ -464,7 +503,8 @@ class _Matrix(implicit.System):
 
     def exact(self, tensors: Leaves, row: torch.Tensor) -> torch.Tensor:
         if not self.levels:
-            return self._call(tensors, row.unsqueeze(0)).squeeze(0) if self.batched else self._call(tensors, row)
+            out = self._call(tensors, row.unsqueeze(0)).squeeze(0) if self.batched else self._call(tensors, row)
+            return out + self.shift * row if self.shift else out
         *inner, (size, mapped) = self.levels
         lower = replace(self, levels=tuple(inner))
         each = [
@@ -520,7 +560,14 @@ class _Factored(implicit.System):
 
 @implicit.eager
 def _solve(
-    matvec: Any, b: Tree, method: Method, *, batched: bool, sampling: int = 0, probe: tuple[Any, ...] = ()
+    matvec: Any,
+    b: Tree,
+    method: Method,
+    *,
+    batched: bool,
+    shift: float = 0.0,
+    sampling: int = 0,
+    probe: tuple[Any, ...] = (),
 ) -> SolveResult:
     """Solve on a user's matvec and b: what all public functions share."""
     dense = isinstance(matvec, torch.Tensor)
@@ -545,6 +592,7 @@ def _solve(
         point=point,
         closure=closure,
         batched=batched_function,
+        shift=shift,
         sampling=sampling,
     )
     return run(method, system, system, closed_over, b, "b")
@@ -621,8 +669,9 @@ def cg(
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
         x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
-            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
-        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs). Or
+            "nystrom": by a sketch of A of rank 50, from as many products, for A with a few large eigenvalues.
+        generator: source of the signs, or the sketch; same seed, bit-equal answer. None = always the same.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info.
@@ -670,8 +719,9 @@ def minres(
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
         x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
-            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
-        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs). Or
+            "nystrom": by a sketch of A of rank 50, from as many products, for A with a few large eigenvalues.
+        generator: source of the signs, or the sketch; same seed, bit-equal answer. None = always the same.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info. Where A is singular, u is the
@@ -758,6 +808,47 @@ def woodbury(factor: Tree, b: Tree, *, regularization: float, batched: bool = Fa
         shift=float(regularization),
     )
     return run(method, system, system, (rows,), b, "b")
+
+
+def nystrom(
+    matvec: Callable[[Tree], Tree],
+    b: Tree,
+    *,
+    regularization: float,
+    rank: int = 50,
+    batched: bool = False,
+    generator: torch.Generator | None = None,
+    tol: float = 1e-7,
+) -> SolveResult:
+    """Approximate u in (A + lambda I) u = b by a randomised Nystrom approximation of A, positive semidefinite.
+
+    A ~ U L U^T of rank r from one product with r vectors; u = U (L + lambda)^-1 U^T b + (I - U U^T) b / lambda.
+    r >= p is exact. One product more tells the residual.
+
+    Args:
+        matvec: v -> A v, without lambda, on trees like b; or the matrix [p, p] itself.
+        b: the right-hand side; with ``batched`` one leading axis k on every leaf.
+        regularization: lambda > 0.
+        rank: r, how many directions of curvature are kept.
+        batched: matvec and b carry the leading axis k.
+        generator: source of the test matrix; same seed, bit-equal answer. None = always the same one.
+        tol: what ``info.converged`` holds the relative residual against; changes no value.
+
+    Returns:
+        SolveResult(value, info); status 1 where r is too low for tol, 2 where A has negative curvature beyond a tenth
+        of lambda in the sketch.
+
+    Raises:
+        ValueError: lambda is not > 0, or rank is not >= 1.
+
+    Source: Tropp, Yurtsever, Udell and Cevher (2017), arXiv:1706.05736; Frangella, Tropp and Udell (2021),
+    arXiv:2110.02820. Differs: see ``solvers.sketch.sketched``.
+
+    >>> nystrom(torch.diag(torch.tensor([3.0, 1.0])), torch.tensor([4.0, 4.0]), regularization=1.0).value
+    tensor([1.0000, 2.0000])
+    """
+    method = nystrom_method(rank=rank, regularization=regularization, tol=tol, generator=generator, want_residual=True)
+    return _solve(matvec, b, method, batched=batched, shift=float(regularization))
 
 
 def lissa(

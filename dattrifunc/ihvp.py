@@ -746,11 +746,16 @@ def ihvp_nystrom(
 # Woodbury
 
 
-def _woodbury(*, product: Callable[..., Any], regularization: float, **rest: Any) -> _Inverse:
+def check_rows(product: Any) -> None:
+    """Raise unless the curvature is made of the gradients of samples."""
     check_callable(product, "product", "fvp_at_x, or leave it out")
     if product is not fvp_at_x:
         expected, got = "fvp_at_x, the curvature made of rows", getattr(product, "__name__", repr(product))
         raise ValueError(message("product", expected, got, "leave it out, or use ihvp_cg, which takes any product"))
+
+
+def _woodbury(*, product: Callable[..., Any], regularization: float, **rest: Any) -> _Inverse:
+    check_rows(product)
     method = solvers.woodbury_method(regularization=regularization, argument="func")
     return _Inverse(product=product, regularization=regularization, make=lambda *_: method, **rest)
 

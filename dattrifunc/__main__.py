@@ -39,6 +39,8 @@ from dattrifunc import (
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
     ihvp_at_x_minres,
+    ihvp_at_x_nystrom,
+    ihvp_at_x_woodbury,
     per_sample_grads,
     ravel,
     scores,
@@ -52,6 +54,7 @@ HELD_OUT = 360  # test samples, from which the queries come
 HIDDEN = 12
 PENALTY = {"softmax": 1e-2, "mlp": 2e-2}  # strong enough for a positive definite Hessian at the optimum
 TIGHT = 1e-10  # gradient norm at which a model counts as trained
+RANK = 400  # of the Nystrom approximation
 NEEDS = {"scikit-learn": "sklearn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
 
@@ -118,7 +121,7 @@ def _parse(arguments: Sequence[str] | None) -> Settings:
     )
     option(
         "--solver",
-        choices=["explicit", "cg", "minres", "lissa"],
+        choices=["explicit", "cg", "minres", "lissa", "nystrom", "woodbury"],
         default="explicit",
         help="inverse product (%(default)s)",
     )
@@ -137,6 +140,8 @@ def _parse(arguments: Sequence[str] | None) -> Settings:
     l2 = PENALTY[given.model] if given.l2 is None else given.l2
     if l2 + given.regularization == 0:
         parser.error("--l2 and --regularization: expected at least one > 0, or the optimum does not exist")
+    if given.solver in ("nystrom", "woodbury") and not given.regularization:
+        parser.error(f"--regularization: expected a number > 0 for --solver {given.solver}, which divides by it")
     queries = given.queries or (4 if given.quick else 10)
     left_out = 30 if given.quick else 60
     return Settings(given.out, given.model, given.solver, l2, given.regularization, queries, left_out, given.seed)
@@ -507,8 +512,10 @@ def _words(report: dict[str, Any]) -> str:
         text += " Some model was not trained tightly, so the measured changes are themselves uncertain."
     if report["smallest_curvature"] <= 0:
         text += " The Hessian is not positive definite at the optimum; more --l2 makes it so."
-    if report["solver"] == "lissa":
-        text += " LiSSA is an approximation: its residual says how close it came."
+    if report["solver"] == "woodbury":
+        text += " Woodbury puts the empirical Fisher in the place of the Hessian."
+    if report["solver"] in ("lissa", "nystrom"):
+        text += f" {report['solver']} is an approximation: its residual says how close it came."
     elif report["unsolved_queries"]:
         text += f" {report['unsolved_queries']} queries were not solved to tolerance: {report['solve_message']}."
     return text
@@ -554,13 +561,20 @@ def _inverse(settings: Settings, problem: Problem, params: Params, tick: Callabl
     if settings.solver in ("cg", "minres"):
         iterative = {"cg": ihvp_at_x_cg, "minres": ihvp_at_x_minres}[settings.solver]
         return iterative(*x, regularization=regularization, has_aux=True, callback=lambda *_: tick())
+    if settings.solver == "woodbury":
+        return ihvp_at_x_woodbury(*x, in_dims=(None, 0, 0), regularization=regularization, chunk_size=128, has_aux=True)
+    generator = torch.Generator().manual_seed(settings.seed)
+    if settings.solver == "nystrom":
+        return ihvp_at_x_nystrom(
+            *x, rank=RANK, regularization=regularization, chunk_size=128, generator=generator, has_aux=True
+        )
     return ihvp_at_x_lissa(
         *x,
         regularization=regularization,
         batch_size=256,
         recursion_depth=2000,
         scaling="auto",
-        generator=torch.Generator().manual_seed(settings.seed),
+        generator=generator,
         has_aux=True,
     )
 

@@ -28,12 +28,20 @@ import torch
 from .curvature import check_func
 from .digest import fingerprint
 from .errors import DtypeError, StructureError, message
-from .ihvp import ihvp_at_x_cg, ihvp_at_x_explicit, ihvp_at_x_lissa, ihvp_at_x_minres
+from .ihvp import (
+    check_rows,
+    ihvp_at_x_cg,
+    ihvp_at_x_explicit,
+    ihvp_at_x_lissa,
+    ihvp_at_x_minres,
+    ihvp_at_x_nystrom,
+    ihvp_at_x_woodbury,
+)
 from .implicit import transforms_active
 from .products import fvp_at_x, ggnvp_at_x
 from .rows import Progress, grad_rows, per_sample_grads, writable
 from .samples import Runner, Samples, check_in_dims, gradient_blocks, mean_composite, mean_loss, samples_of
-from .solvers import SolveInfo
+from .solvers import SolveInfo, check_positive
 from .store import RowStore, check_layout, named, rows_of
 from .tree import (
     Layout,
@@ -460,8 +468,11 @@ _SOLVERS: dict[str, Callable[..., Any]] = {
     "explicit": ihvp_at_x_explicit,
     "lissa": ihvp_at_x_lissa,
     "minres": ihvp_at_x_minres,
+    "nystrom": ihvp_at_x_nystrom,
+    "woodbury": ihvp_at_x_woodbury,
 }
-_DRAWS = ("lissa",)  # solvers that take a generator, and the samples' axes to draw from
+_DRAWS = ("lissa", "nystrom")  # solvers that take a generator
+_DIVIDES = ("nystrom", "woodbury")  # solvers that need lambda > 0
 
 
 def influence(
@@ -494,20 +505,21 @@ def influence(
         params: the tree (with a tuple of argnums, a tuple of trees) at which ``func`` was trained.
         train: the other arguments of func in order, holding n training samples.
         test: the same for m test samples.
-        solver: "cg", "minres", "explicit" or "lissa"; or a bound inverse product v -> (C + lambda I)^-1 v of your own,
-            which takes m vectors at once and has its own lambda.
+        solver: "cg", "minres", "explicit", "lissa", "nystrom" or "woodbury"; or a bound inverse product
+            v -> (C + lambda I)^-1 v of your own, which takes m vectors at once and has its own lambda.
         in_dims: sample axis per argument of func, parameters included; None = axis 0 of everything but params.
         argnums: where params stand among the arguments of func.
-        regularization: lambda >= 0, in units of loss / parameter**2.
+        regularization: lambda >= 0, in units of loss / parameter**2; > 0 for "nystrom" and "woodbury".
         product: C, of the mean over the training samples: ``hvp_at_x`` (the default), ``ggnvp_at_x`` (func is a
-            CompositeLoss of one sample), ``fvp_at_x``, or a function with the signature of the first.
+            CompositeLoss of one sample), ``fvp_at_x`` (the default, and only choice, of "woodbury"), or a function with
+            the signature of the first.
         query_func: loss of one test sample, where it is not ``func``.
         chunk_size: most samples, or vectors, pushed through autodiff at once. Memory only, not values.
         keep_batch_dim: give func an axis of size 1 in place of the sample axis.
         store: a folder in which training rows are written once, as a RowStore; they are reused as long as params, func,
             the training samples and in_dims are the same, and made again when they are not.
         progress: ``progress(done, total)`` in training rows, called after each block.
-        generator: source of randomness of "lissa".
+        generator: source of randomness of "lissa" and "nystrom".
         has_aux: return ``(scores, SolveInfo)``; None in its place where nothing was solved, or your solver gave none.
         solver_options: further keywords of the solver, for example {"tol": 1e-10}.
 
@@ -562,8 +574,10 @@ def influence(
         if product is not None:
             options["product"] = product
         if solver in _DRAWS:
-            options |= {"generator": generator, "in_dims": dims}
-        if product is fvp_at_x:
+            options["generator"] = generator
+        if solver == "lissa":  # draws along the samples' axes
+            options["in_dims"] = dims
+        if product is fvp_at_x or solver == "woodbury":
             loss = func
             options |= {"in_dims": dims, "keep_batch_dim": keep_batch_dim}
         elif product is ggnvp_at_x:
@@ -606,7 +620,10 @@ def _check_solver(solver: Any, regularization: float, product: Any, generator: A
         fix = "pass the keywords of the solver, for example {'tol': 1e-10}"
         raise TypeError(message("solver_options", "a dict", type(solver_options).__name__, fix))
     if not callable(solver):
-        check_choice(solver, "solver", tuple(_SOLVERS))
+        if check_choice(solver, "solver", tuple(_SOLVERS)) in _DIVIDES:
+            check_positive(regularization, solver)
+        if solver == "woodbury":
+            check_rows(fvp_at_x if product is None else product)
         return
     fix = "bind them when you make the inverse product, and leave them out here"
     given = {"regularization": regularization, "product": product, "solver_options": solver_options}

@@ -195,7 +195,7 @@ class Curvature(implicit.System):
 
         return product
 
-    def batched(self, tensors: Leaves) -> implicit.Matvec:
+    def unshifted(self, tensors: Leaves) -> implicit.Matvec:
         """Return rows [k, *B, p] -> C rows, without lambda."""
         one = self.of_leaves(tensors, exact=False)
         layout, dtype = self.layout, self.point.work_dtype
@@ -215,10 +215,27 @@ class Curvature(implicit.System):
 
     def matvec(self, tensors: Leaves) -> implicit.Matvec:
         """Return rows -> (C + lambda I) rows."""
-        product = self.batched(tensors)
-        if not self.shift:
-            return product
-        return lambda rows: torch.add(product(rows), rows, alpha=self.shift)
+        return implicit.shifted(self.unshifted(tensors), self.shift)
+
+    def factor(self, tensors: Leaves) -> torch.Tensor:
+        """Return the gradients of all samples as rows [*B, n, p]; C = 1/n sum_i g_i g_i^T where it is the Fisher."""
+        count, layout, dtype = self.sample_count(tensors), self.layout, self.point.work_dtype
+        sizes = tuple(level.size for level in reversed(self.levels))
+        if not layout.size or 0 in sizes:
+            device = self.point.leaves[0].device if self.point.leaves else None
+            return torch.zeros(*sizes, count, layout.size, dtype=dtype, device=device)
+
+        def rows(tensors: Leaves) -> Leaves:
+            blocks = gradient_blocks(self.samples_at(tensors), min(self.chunk_size or count, count), self.runner)
+            parts = ((start, layout.join(leaves).to(dtype)) for start, leaves in blocks)
+            if self.levels:  # vmap takes no writing into a tensor from outside
+                return (torch.cat([part for _, part in parts]),)
+            out = torch.empty(count, layout.size, dtype=dtype, device=tensors[0].device)
+            for start, part in parts:
+                out[start : start + len(part)] = part
+            return (out,)
+
+        return self.lift(rows, exact=False)(tensors)[0]
 
     def exact(self, tensors: Leaves, row: torch.Tensor) -> torch.Tensor:
         """Return (C + lambda I) row in operations that may be differentiated further."""
@@ -543,7 +560,7 @@ def build_fisher(system: Curvature, tensors: Leaves, mode: str, hold: bool, *, e
     n, count = len(system.point.leaves), system.sample_count(tensors)
     size = min(system.chunk_size or count, count)
     if hold and count * system.layout.size <= _HELD_NUMBERS:
-        return _held_rows(system, tensors, size)
+        return _held_rows(system, tensors)
     runner = replace(system.runner, looping=True) if exact else system.runner
 
     def part(start: int, stop: int, hold: bool) -> Product:
@@ -575,15 +592,12 @@ def build_fisher(system: Curvature, tensors: Leaves, mode: str, hold: bool, *, e
     return lambda *vectors: _one_value(lambda: product(*vectors), tensors)
 
 
-def _held_rows(system: Curvature, tensors: Leaves, size: int) -> Product:
+def _held_rows(system: Curvature, tensors: Leaves) -> Product:
     """Return the Fisher product of rows [n, p] that are held."""
-    layout, samples = system.layout, system.samples_at(tensors)
-    rows = torch.empty(samples.count, layout.size, dtype=system.point.work_dtype, device=tensors[0].device)
-    for start, leaves in gradient_blocks(samples, size, system.runner):
-        rows[start : start + size] = layout.join(leaves)
+    layout, rows = system.layout, system.factor(tensors)
 
     def product(*vectors: torch.Tensor) -> Leaves:
         v = layout.join(vectors).to(rows.dtype)
-        return layout.split(rows.T @ (rows @ v) / samples.count)
+        return layout.split(rows.T @ (rows @ v) / len(rows))
 
     return product

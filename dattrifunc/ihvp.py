@@ -16,7 +16,7 @@ from . import implicit, solvers
 from .curvature import RULES, Curvature, Unchanged, bound, check_func, check_product_knobs, curvature
 from .errors import StructureError, message
 from .losses import CompositeLoss
-from .products import hvp_at_x
+from .products import fvp_at_x, hvp_at_x
 from .solvers import Callback, Method, Preconditioner
 from .tree import (
     Leaves,
@@ -35,10 +35,14 @@ __all__ = [
     "ihvp_at_x_explicit",
     "ihvp_at_x_lissa",
     "ihvp_at_x_minres",
+    "ihvp_at_x_nystrom",
+    "ihvp_at_x_woodbury",
     "ihvp_cg",
     "ihvp_explicit",
     "ihvp_lissa",
     "ihvp_minres",
+    "ihvp_nystrom",
+    "ihvp_woodbury",
 ]
 
 Solve = Callable[[Tree], Any]
@@ -484,9 +488,10 @@ def ihvp_at_x_cg(
         x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
             C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
+            Or "nystrom": by a sketch of C of rank 50, from as many products, for C with a few large eigenvalues.
         block: one Krylov space for all right-hand sides, whose directions serve every one of them: fewer products, more
             memory (all directions are kept). "auto": where there are several right-hand sides and memory allows it.
-        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+        generator: source of the signs, or the sketch; same seed, bit-equal answer. None = always the same.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -586,7 +591,8 @@ def ihvp_at_x_minres(
         x0: where to start, like v or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v for one v (mapped over all), M symmetric positive definite and near the inverse of
             C + lambda I. Or "jacobi": by its diagonal, from 64 products (exact where p <= 64, else from random signs).
-        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+            Or "nystrom": by a sketch of C of rank 50, from as many products, for C with a few large eigenvalues.
+        generator: source of the signs, or the sketch; same seed, bit-equal answer. None = always the same.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
@@ -637,6 +643,204 @@ def ihvp_minres(
     tensor([0.1667, 0.1667])
     """
     return _minres(**locals()).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nystrom
+
+
+def _nystrom(
+    *, rank: int, regularization: float, tol: float, generator: torch.Generator | None, has_aux: bool, **rest: Any
+) -> _Inverse:
+    method = solvers.nystrom_method(
+        rank=rank, regularization=regularization, tol=tol, generator=generator, want_residual=has_aux
+    )
+    return _Inverse(regularization=regularization, has_aux=has_aux, make=lambda *_: method, **rest)
+
+
+def ihvp_at_x_nystrom(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    rank: int = 50,
+    regularization: float = 0.0,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    generator: torch.Generator | None = None,
+    has_aux: bool = False,
+    tol: float = 1e-7,
+) -> Solve:
+    """Bind x, sketch C once, and return v -> an approximation of (C + lambda I)^-1 v of low rank.
+
+    C is the Hessian of ``func`` with respect to ``x[argnums]`` (or what ``product`` computes), p its number of scalars;
+    it must be positive semidefinite. C ~ U L U^T, U [p, r], from one product with r vectors at build; a call makes
+    none: u = U (L + lambda)^-1 U^T v + (I - U U^T) v / lambda. Good where the eigenvalues that the sketch leaves out
+    are small beside lambda; r >= p is exact. Memory r p numbers, twice at build.
+
+    Args:
+        func: loss, ``func(*x) -> scalar``. Its own reduction sets the scale: a mean loss gives a mean Hessian.
+        x: arguments of ``func``; any pytrees, taken as constants. Only ``argnums`` must be floating point.
+        argnums: which argument, or a tuple for several at once.
+        rank: r, how many directions of curvature are kept; at most p of them.
+        regularization: lambda > 0, in units of loss / parameter**2.
+        product: ``hvp_at_x``, ``ggnvp_at_x`` (func is a CompositeLoss), ``fvp_at_x`` (func takes one sample), or any
+            function with the signature of the first. The last two are never negative.
+        in_dims: sample axis per argument of func, handed on to a product over samples, such as ``fvp_at_x``.
+        keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
+        mode: "rev-rev" or "rev-fwd", handed on to the product.
+        chunk_size: most vectors pushed through autodiff at once; None = all r.
+        generator: source of the test matrix; same seed, bit-equal answer. None = always the same one.
+        has_aux: return ``(u, SolveInfo)``; spends one product on the residual.
+        tol: what ``info.converged`` holds the relative residual against; changes no value.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
+        ``has_aux``, ``(u, SolveInfo)``, each field [] or [k].
+
+    Raises:
+        StructureError: v does not match x[argnums] (both structures are printed).
+        DtypeError: a differentiated leaf is not floating point.
+        ValueError: lambda is not > 0, or rank is not >= 1.
+
+    Warns:
+        ConvergenceWarning: the sketch met negative curvature of more than a tenth of lambda (it is taken for 0; says
+            which lambda would do), or C is not finite. Without ``has_aux``, no residual is known, and none is judged.
+
+    Source: Tropp, Yurtsever, Udell and Cevher (2017), arXiv:1706.05736; Frangella, Tropp and Udell (2021),
+    arXiv:2110.02820. Differs: see ``solvers.sketch.sketched``.
+
+    >>> loss = lambda p: 1.5 * p["w"] ** 2 + 0.5 * p["b"] ** 2          # Hessian diag(3, 1)
+    >>> p = {"w": torch.tensor(4.0), "b": torch.tensor(4.0)}
+    >>> ihvp_at_x_nystrom(loss, p, regularization=1.0)(p)
+    {'w': tensor(1.0000), 'b': tensor(2.0000)}
+    """
+    knobs = {name: value for name, value in locals().items() if name != "x"}  # every parameter, by its name
+    return _nystrom(**knobs).bound(x)
+
+
+def ihvp_nystrom(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    rank: int = 50,
+    regularization: float = 0.0,
+    *,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    generator: torch.Generator | None = None,
+    has_aux: bool = False,
+    tol: float = 1e-7,
+) -> SolveAt:
+    """Return ``f(x, v)``, the Nystrom approximation of (C(x) + lambda I)^-1 v; see ``ihvp_at_x_nystrom``.
+
+    Differentiable in v and x: the implicit derivative, whose solve is the same approximation (exact where rank >= p).
+
+    >>> ihvp_nystrom(lambda w: (w**2).sum(), regularization=2.0)((torch.ones(2),), torch.ones(2))
+    tensor([0.2500, 0.2500])
+    """
+    return _nystrom(**locals()).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Woodbury
+
+
+def check_rows(product: Any) -> None:
+    """Raise unless the curvature is made of the gradients of samples."""
+    check_callable(product, "product", "fvp_at_x, or leave it out")
+    if product is not fvp_at_x:
+        expected, got = "fvp_at_x, the curvature made of rows", getattr(product, "__name__", repr(product))
+        raise ValueError(message("product", expected, got, "leave it out, or use ihvp_cg, which takes any product"))
+
+
+def _woodbury(*, product: Callable[..., Any], regularization: float, **rest: Any) -> _Inverse:
+    check_rows(product)
+    method = solvers.woodbury_method(regularization=regularization, argument="func")
+    return _Inverse(product=product, regularization=regularization, make=lambda *_: method, **rest)
+
+
+def ihvp_at_x_woodbury(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    regularization: float = 0.0,
+    product: Callable[..., Any] = fvp_at_x,
+    in_dims: Any,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> Solve:
+    """Bind x and return v -> (F + lambda I)^-1 v, exactly, through the n x n Gram matrix of the samples' gradients.
+
+    F = 1/n sum_i g_i g_i^T is the empirical Fisher, g_i the gradient of ``func`` on sample i with respect to
+    ``x[argnums]``: (F + lambda I)^-1 v = (v - G^T (n lambda I + G G^T)^-1 G v) / lambda for the rows G [n, p]. At
+    build: the rows (n p numbers, held), their Gram matrix (n^2 p operations) and its Cholesky factor. A call calls
+    ``func`` no more: two products with G for each v and step of refinement. Where n >= p it is as right, and
+    ``ihvp_at_x_explicit`` with ``product=fvp_at_x`` is cheaper.
+
+    Args:
+        func: loss of one sample, ``func(*x) -> scalar``.
+        x: arguments of ``func``, holding all n samples; any pytrees, taken as constants.
+        argnums: which argument, or a tuple for several at once.
+        regularization: lambda > 0, in units of loss / parameter**2.
+        product: ``fvp_at_x``: no other curvature is made of rows.
+        in_dims: sample axis per argument of func, as in ``torch.func.vmap``, e.g. (None, 0, 0).
+        keep_batch_dim: give func an axis of size 1 in place of the sample axis.
+        mode: as in the other solvers; changes nothing here.
+        chunk_size: most samples pushed through autodiff at once; None = all n.
+        has_aux: return ``(u, SolveInfo)``.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
+        ``has_aux``, ``(u, SolveInfo)``, each field [] or [k]; the residual is always the true one.
+
+    Raises:
+        StructureError: in_dims does not fit x, or v does not match x[argnums].
+        ValueError: lambda is not > 0, another product is given, or a gradient has NaN or inf; the leaves are named.
+
+    Warns:
+        ConvergenceWarning: lambda is so small beside F that rounding leaves no such answer; says which would do.
+
+    Source: Woodbury (1950), Inverting modified matrices; Hager (1989), doi:10.1137/1031049. Differs: see
+    ``solvers.woodbury``.
+
+    >>> loss = lambda w, x: w @ x                       # gradients (2, 0) and (0, 0), so F = diag(2, 0)
+    >>> x = torch.tensor([[2.0, 0.0], [0.0, 0.0]])
+    >>> solve = ihvp_at_x_woodbury(loss, torch.zeros(2), x, in_dims=(None, 0), regularization=1.0)
+    >>> solve(torch.tensor([3.0, 1.0]))
+    tensor([1., 1.])
+    """
+    knobs = {name: value for name, value in locals().items() if name != "x"}  # every parameter, by its name
+    return _woodbury(**knobs).bound(x)
+
+
+def ihvp_woodbury(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    regularization: float = 0.0,
+    *,
+    product: Callable[..., Any] = fvp_at_x,
+    in_dims: Any,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> SolveAt:
+    """Return ``f(x, v)`` = (F(x) + lambda I)^-1 v through the Gram matrix; see ``ihvp_at_x_woodbury``.
+
+    Differentiable in v and x (implicitly, by another solve).
+
+    >>> f = ihvp_woodbury(lambda w, x: w @ x, in_dims=(None, 0), regularization=1.0)
+    >>> f((torch.zeros(2), torch.tensor([[2.0, 0.0], [0.0, 0.0]])), torch.tensor([3.0, 1.0]))
+    tensor([1., 1.])
+    """
+    return _woodbury(**locals()).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------

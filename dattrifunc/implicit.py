@@ -32,7 +32,19 @@ from torch.utils import _pytree as torch_pytree
 
 from .tree import is_plain
 
-__all__ = ["Closure", "Level", "Notes", "Raw", "System", "apply", "constant", "eager", "frozen", "transforms_active"]
+__all__ = [
+    "Closure",
+    "Level",
+    "Notes",
+    "Raw",
+    "System",
+    "apply",
+    "constant",
+    "eager",
+    "frozen",
+    "shifted",
+    "transforms_active",
+]
 
 Tensors = tuple[torch.Tensor, ...]
 Matvec = Callable[[torch.Tensor], torch.Tensor]
@@ -124,6 +136,13 @@ class Held(System):
         """Return the held map's value."""
         self.notes.quiet = self.quiet
         return self.run(rows)
+
+
+def shifted(product: Matvec, shift: float) -> Matvec:
+    """Return rows -> product(rows) + lambda rows."""
+    if not shift:
+        return product
+    return lambda rows: torch.add(product(rows), rows, alpha=shift)
 
 
 def apply(system: System, rows: torch.Tensor, tensors: Tensors = ()) -> tuple[torch.Tensor, ...]:

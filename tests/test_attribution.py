@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from strategies import flat, getters, leaves, nonquadratics, rebuild, trees, unflat
 from test_rows import Largest
 
-from dattrifunc import DtypeError, Layout, SolveInfo, StructureError, ihvp_at_x_cg, ihvp_at_x_explicit
+from dattrifunc import (
+    DtypeError,
+    Layout,
+    SolveInfo,
+    StructureError,
+    fvp_at_x,
+    ggnvp_at_x,
+    ihvp_at_x_cg,
+    ihvp_at_x_explicit,
+)
 from dattrifunc.attribution import influence, scores, self_scores, top_k
 from dattrifunc.rows import RowStore, grad_rows, mean_loss
 
@@ -54,6 +63,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
     "cg": {"solver_options": {"tol": 1e-12}},
     "minres": {"solver_options": {"tol": 1e-12}},
     "lissa": {"solver_options": {"scaling": 8.0, "recursion_depth": 2000, "batch_size": 3}},
+    "nystrom": {},
 }
 
 
@@ -175,6 +185,39 @@ def test_influence_equals_dense_algebra(problem, solver, lam, chunk):
     )
     curvature = problem.hessian + lam * torch.eye(len(problem.hessian), dtype=torch.float64)
     torch.testing.assert_close(table, queries @ torch.linalg.solve(curvature, rows.T), rtol=1e-8, atol=1e-10)
+
+
+@given(nonquadratics(), st.floats(1e-3, 1), st.sampled_from([None, 1, 2]), st.booleans())
+def test_influence_by_the_fisher_equals_dense_algebra(problem, lam, chunk, said):
+    """Woodbury takes the loss of one sample, and C is the Fisher without asking."""
+    params, data = problem.params, problem.data
+    options = {"product": fvp_at_x} if said else {}
+    table, info = influence(
+        problem.loss, params, (data,), (data,), solver="woodbury", regularization=lam, chunk_size=chunk, has_aux=True,
+        **options,
+    )  # fmt: skip
+    rows = torch.stack(
+        [_gradient(problem.loss, params, {k: v[i] for k, v in data.items()}) for i in range(len(data["y"]))]
+    )
+    curvature = rows.T @ rows / len(rows) + lam * torch.eye(rows.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(table, rows @ torch.linalg.solve(curvature, rows.T), rtol=1e-8, atol=1e-10)
+    assert info.method == "woodbury"
+    assert info.converged.all()
+
+
+def test_the_generator_reaches_nystrom():
+    w, data = torch.randn(9, generator=torch.Generator().manual_seed(0)).double(), (torch.eye(9).double(),)
+
+    def run(seed, **options):
+        generator = torch.Generator().manual_seed(seed)
+        return influence(
+            lambda w, x: (w @ x) ** 4, w, data, data, solver="nystrom", regularization=0.1, generator=generator,
+            solver_options={"rank": 4}, **options,
+        )  # fmt: skip
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    torch.testing.assert_close(run(1, product=fvp_at_x), run(1, product=fvp_at_x, in_dims=(None, 0)))
 
 
 def _gradient(loss: Callable[..., Any], params: Any, sample: Any) -> torch.Tensor:
@@ -728,7 +771,15 @@ ROW_ERRORS: list[tuple[str, Any, type[Exception], str]] = [
         "influence-solver",
         run(solver="newton"),
         ValueError,
-        r"solver: expected 'cg' or 'explicit' or 'lissa' or 'minres', got 'newton'",
+        r"solver: expected 'cg' or 'explicit' or 'lissa' or 'minres' or 'nystrom' or 'woodbury', got 'newton'",
+    ),
+    ("influence-nystrom", run(solver="nystrom"), ValueError, r"regularization: .*> 0, got 0. Fix: pass lambda > 0"),
+    ("influence-woodbury", run(solver="woodbury"), ValueError, r"regularization: .*> 0, got 0. Fix: pass lambda > 0"),
+    (
+        "influence-rows",
+        run(solver="woodbury", regularization=0.1, product=ggnvp_at_x),
+        ValueError,
+        r"product: expected fvp_at_x, the curvature made of rows, got ggnvp_at_x. Fix: leave it out",
     ),
     ("influence-lambda", run(regularization=-1), ValueError, r"regularization: .*>= 0, got -1. Fix: pass lambda"),
     ("influence-chunk", run(chunk_size=0), ValueError, r"chunk_size: expected an integer >= 1.*got 0. Fix: pass"),

@@ -5,6 +5,7 @@ One table per public call, (name, call, exception, message); trees, rows and sco
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter, namedtuple
 from collections.abc import Callable
@@ -33,10 +34,14 @@ from dattrifunc import (
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
     ihvp_at_x_minres,
+    ihvp_at_x_nystrom,
+    ihvp_at_x_woodbury,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
     ihvp_minres,
+    ihvp_nystrom,
+    ihvp_woodbury,
     solvers,
 )
 
@@ -90,11 +95,16 @@ KNOBS = {
     "callback": [(3, TypeError, r"callback: expected a function, got int. Fix: pass callback\(iteration, residuals\)")],
     "preconditioner": [
         (
-            "nystrom",
+            "newton",
             ValueError,
-            r"preconditioner: expected 'jacobi', a function or None, got 'nystrom'. Fix: pass 'jac",
+            r"preconditioner: expected 'jacobi', 'nystrom', a function or None, got 'newton'. Fix: pass 'jac",
         ),
-        (3, TypeError, r"preconditioner: expected a function, got int. Fix: pass a function v -> M v .*'jacobi'"),
+        (3, TypeError, r"preconditioner: expected a function, got int. Fix: pass a function v -> M v .*'jacobi' or"),
+    ],
+    "rank": [
+        (0, ValueError, r"rank: expected an integer >= 1, got 0. Fix: pass how many directions of curvature"),
+        (2.5, TypeError, r"rank: expected an integer >= 1, got 2.5. Fix"),
+        (None, TypeError, r"rank: expected an integer >= 1, got None. Fix"),
     ],
     "batch_size": [
         (0, ValueError, r"batch_size: expected an integer >= 1, got 0. Fix: pass a positive integer"),
@@ -207,6 +217,17 @@ def wrong(call: str, what: str, table: list[Any], make: Callable[[Any], Any]) ->
     return [(f"{call} {what} {name}", lambda v=value: make(v), error, text) for name, value, error, text in rows]
 
 
+POSITIVE = {"regularization": 0.1}
+NOT_POSITIVE = [
+    (0.0, ValueError, r"regularization: expected a finite number > 0, got 0. Fix: pass lambda > 0 in units of loss"),
+    (-1.0, ValueError, r"regularization: expected a finite number > 0, got -1. Fix"),
+    (float("inf"), ValueError, r"regularization: expected a finite number > 0, got inf. Fix"),
+    ("0.1", TypeError, r"regularization: expected a finite number > 0, got str. Fix"),
+]
+NO_ROWS = [  # products that are not made of rows
+    (hvp_at_x, ValueError, r"product: expected fvp_at_x, the curvature made of rows, got hvp_at_x. Fix: leave it out"),
+    (3, TypeError, r"product: expected a function, got int. Fix: pass fvp_at_x, or leave it out"),
+]
 # Knobs that a call with x and v, and a call without either, take alike.
 COMMON = ["argnums", "mode", "regularization", "chunk_size"]
 ITERATIVE = ["product", "tol", "max_iter", "callback", "preconditioner", "generator"]
@@ -219,6 +240,16 @@ INVERSES: dict[str, tuple[Any, Any, list[str]]] = {
         ihvp_lissa,
         ihvp_at_x_lissa,
         [*COMMON, "product", "collate_fn", *SAMPLING],
+    ),
+    "nystrom": (
+        functools.partial(ihvp_nystrom, **POSITIVE),
+        functools.partial(ihvp_at_x_nystrom, **POSITIVE),
+        ["argnums", "mode", "chunk_size", "product", "rank", "tol", "generator"],
+    ),
+    "woodbury": (
+        functools.partial(ihvp_woodbury, **POSITIVE, in_dims=(None, 0)),
+        functools.partial(ihvp_at_x_woodbury, **POSITIVE, in_dims=(None, 0)),
+        ["argnums", "mode", "chunk_size"],
     ),
 }
 OUT = [(n, ValueError, rf"argnums: expected positions among 2 argument\(s\) of func, got {n}. Fix") for n in (2, -3)]
@@ -236,6 +267,10 @@ EARLY: list[Case] = [
         ]
     ],
 ]
+for name in ("nystrom", "woodbury"):
+    unbound = INVERSES[name][0]
+    EARLY += wrong(f"ihvp_{name}", "lambda", NOT_POSITIVE, lambda lam, f=unbound: f(loss, regularization=lam))
+EARLY += wrong("ihvp_woodbury", "product", NO_ROWS, lambda f: INVERSES["woodbury"][0](loss, product=f))
 # Raised before func is called.
 DOOR: list[Case] = [
     *wrong("hvp", "x", NO_TUPLE, lambda x: hvp(loss)(x, V)),
@@ -277,7 +312,8 @@ for name, (unbound, bound, knobs) in INVERSES.items():
         *wrong_knobs(f"ihvp_at_x_{name}", lambda at=at, **given: at(P, X, **given), *knobs),
     ]
     LATE += [
-        *wrong(f"ihvp_{name}", "func", VALUES, lambda func, f=unbound: f(func)((P, X), V)),
+        # A sum over the first axis of one sample's outputs is a scalar, and no error.
+        *wrong(f"ihvp_{name}", "func", VALUES[name == "woodbury" :], lambda func, f=unbound: f(func)((P, X), V)),
         *wrong(f"ihvp_at_x_{name}", "v", VECTORS, lambda v, at=at: at(P, X)(v)),
     ]
 
@@ -425,6 +461,15 @@ LATE += [
     *wrong("fvp", "func", VALUES[1:4], lambda f: fvp(f, in_dims=WHOLE)((P, X), V)),
     *wrong("fvp_at_x", "func", VALUES[1:], lambda f: fvp_at_x(f, (P, X), in_dims=WHOLE)),
 ]
+for name in ("nystrom", "woodbury"):
+    bound = INVERSES[name][1]
+    DOOR += wrong(f"ihvp_at_x_{name}", "lambda", NOT_POSITIVE, lambda lam, f=bound: f(loss, P, X, regularization=lam))
+for name, f in (
+    ("ihvp_woodbury", lambda d: ihvp_woodbury(loss, in_dims=d, **POSITIVE)((P, X), V)),
+    ("ihvp_at_x_woodbury", lambda d: ihvp_at_x_woodbury(loss, P, X, in_dims=d, **POSITIVE)),
+):
+    DOOR += wrong(name, "in_dims", SAMPLE_DIMS, f)
+DOOR += wrong("ihvp_at_x_woodbury", "product", NO_ROWS, lambda f: INVERSES["woodbury"][1](loss, P, X, product=f))
 STARTS = [
     ("structure", {"w": V["w"]}, StructureError, r"x0: expected the structure \{'w': \*, 'b': \*\}, .*missing 'b'"),
     (
@@ -614,6 +659,7 @@ SOLVERS: dict[str, tuple[Any, list[str]]] = {
     "cg": (solvers.cg, ITERATIVE[1:]),
     "minres": (solvers.minres, ITERATIVE[1:]),
     "explicit": (solvers.explicit, []),
+    "nystrom": (functools.partial(solvers.nystrom, **POSITIVE), ["rank", "tol", "generator"]),
     "lissa": (
         solvers.lissa,
         SAMPLING,
@@ -629,6 +675,21 @@ for name, (solve, knobs) in SOLVERS.items():
         ],
         *wrong_knobs(f"solvers.{name}", lambda f=solve, **given: f(A, B, **given), *knobs),
     ]
+G = torch.ones(3, *B.shape)
+FACTORS = [
+    ("structure", {"w": G}, StructureError, r"factor: expected the structure \*, got .* Fix: build factor like"),
+    ("shape", G[..., :1], StructureError, r"factor: expected shape .*, got shape \(3, 1\). Fix"),
+    ("one", B, StructureError, r"factor: expected n >= 1 rows, got one vector. Fix: give every leaf a leading axis n"),
+    ("none", G[:0], StructureError, r"factor: expected n >= 1 rows, got n = 0. Fix"),
+    ("dtype", G.double(), DtypeError, r"factor: expected dtype torch.float32, .* torch.float64. Fix"),
+    ("nan", G * float("nan"), ValueError, r"factor: expected finite gradients of all samples, got \d NaN or inf .*Fix"),
+]
+LATE += [
+    *wrong("solvers.woodbury", "factor", FACTORS, lambda factor: solvers.woodbury(factor, B, **POSITIVE)),
+    *wrong("solvers.woodbury", "b", RIGHT[:-1], lambda b: solvers.woodbury(G, b, **POSITIVE)),
+    *wrong("solvers.woodbury", "lambda", NOT_POSITIVE, lambda lam: solvers.woodbury(G, B, regularization=lam)),
+]
+LATE += wrong("solvers.nystrom", "lambda", NOT_POSITIVE, lambda lam: solvers.nystrom(A, B, regularization=lam))
 SAMPLED = r"matvec: expected a function \(v, index\) -> A_index v, as num_samples is given, got "
 LATE += [
     (
@@ -722,7 +783,7 @@ def test_every_public_call_has_six_wrong_calls():
         "combine",
     }
     here |= {f"{form}{name}" for form in ("ihvp_", "ihvp_at_x_") for name in INVERSES}
-    assert {name: names[name] for name in here | set(SOLVERS) if names[name] < 6} == {}
+    assert {name: names[name] for name in here | {n for n in solvers.__all__ if n.islower()} if names[name] < 6} == {}
     rows = {"RowStore", "grad_rows", "per_sample_grads", "influence", "scores", "self_scores", "top_k"}
     assert len(test_rows.ROW_ERRORS) + len(test_attribution.ROW_ERRORS) >= 6 * len(rows)
     kinds = (dattrifunc.SolveInfo, dattrifunc.SolveResult)

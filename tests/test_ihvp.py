@@ -20,10 +20,14 @@ from dattrifunc import (
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
     ihvp_at_x_minres,
+    ihvp_at_x_nystrom,
+    ihvp_at_x_woodbury,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
     ihvp_minres,
+    ihvp_nystrom,
+    ihvp_woodbury,
     solvers,
 )
 from dattrifunc.solvers import Status
@@ -41,6 +45,7 @@ SOLVERS = {
     "minres": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12}),
     "cg block": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12, "block": True}),
     "cg jacobi": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12, "preconditioner": "jacobi"}),
+    "minres nystrom": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12, "preconditioner": "nystrom"}),
     "minres M": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12, "preconditioner": half}),
     "lissa": (ihvp_lissa, ihvp_at_x_lissa, {"scaling": 6.5, "recursion_depth": 400}),
 }
@@ -109,7 +114,9 @@ def test_starts(solver, form, problem):
 
 def test_both_forms_take_the_same_knobs():
     """The two forms of a solver drifted apart elsewhere: here they have the same keywords and defaults."""
-    for unbound, bound, _ in SOLVERS.values():
+    pairs = [(unbound, bound) for unbound, bound, _ in SOLVERS.values()]
+    pairs += [(ihvp_nystrom, ihvp_at_x_nystrom), (ihvp_woodbury, ihvp_at_x_woodbury)]
+    for unbound, bound in pairs:
         mine, theirs = (
             {n: p.default for n, p in inspect.signature(f).parameters.items() if n not in ("func", "x", "in_dims")}
             for f in (unbound, bound)

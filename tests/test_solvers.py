@@ -45,6 +45,8 @@ NAMES = {
     "cg block": {"tol": 1e-12, "block": True},
     "cg jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
     "minres jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
+    "cg nystrom": {"tol": 1e-12, "preconditioner": "nystrom"},
+    "minres nystrom": {"tol": 1e-12, "preconditioner": "nystrom"},
     "explicit": {},
     "lissa": LISSA,
 }

@@ -27,10 +27,14 @@ from dattrifunc import (
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_minres,
+    ihvp_at_x_nystrom,
+    ihvp_at_x_woodbury,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
     ihvp_minres,
+    ihvp_nystrom,
+    ihvp_woodbury,
     solvers,
 )
 
@@ -87,9 +91,13 @@ def one_loss(w, x, y):
     return torch.log1p(torch.exp(z)) - y * z + 0.5 * (w**2).sum() + 0.1 * (w**4).sum()
 
 
+def rows_of(w, x):
+    return (torch.sigmoid(x @ w) - Y)[:, None] * x + w + 0.4 * w**3
+
+
 def fisher(w, x):
     """Written out: the gradients by hand."""
-    g = (torch.sigmoid(x @ w) - Y)[:, None] * x + w + 0.4 * w**3
+    g = rows_of(w, x)
     return g.T @ g / N + LAM * torch.eye(P, dtype=torch.float64)
 
 
@@ -195,6 +203,15 @@ MAPS = {
     "ihvp_cg ggnvp": (lambda w, v, x: ihvp_cg(COMPOSITE, tol=1e-13, **COMPOSED)((w, x, Y), v), over(gauss_newton)),
     "ihvp_cg fvp": (lambda w, v, x: ihvp_cg(one_loss, tol=1e-13, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
     "ihvp_explicit fvp": (lambda w, v, x: ihvp_explicit(one_loss, **SAMPLED, **IN_DIMS)((w, x, Y), v), over(fisher)),
+    "ihvp_woodbury": (lambda w, v, x: ihvp_woodbury(one_loss, 0, LAM, **IN_DIMS)((w, x, Y), v), over(fisher)),
+    "ihvp_woodbury chunks": (
+        lambda w, v, x: ihvp_woodbury(one_loss, 0, LAM, chunk_size=2, **IN_DIMS)((w, x, Y), v),
+        over(fisher),
+    ),
+    "solvers.woodbury": (
+        lambda w, v, x: solvers.woodbury({"a": rows_of(w, x)}, {"a": v}, regularization=LAM).value["a"],
+        over(fisher),
+    ),
     "ihvp_lissa fvp": (
         fisher_by_lissa,
         over(lambda w, x: 0.04 * fisher(w, x) + (1 - 0.04 * LAM) * torch.eye(P).double()),
@@ -216,6 +233,11 @@ MAPS = {
         lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, block=True)((w, x, Y), v),
         divide,
     ),
+    "ihvp_cg nystrom": (
+        lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, preconditioner="nystrom")((w, x, Y), v),
+        divide,
+    ),
+    "ihvp_nystrom": (lambda w, v, x: ihvp_nystrom(loss, 0, 5, LAM)((w, x, Y), v), divide),
     "ihvp_minres M": (
         lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, preconditioner=lambda u: u / (1 + W**2))(
             (w, x, Y), v
@@ -226,6 +248,10 @@ MAPS = {
     "solvers.cg": (by_matvec, divide),
     "solvers.cg batched": (by_batched_matvec, divide),
     "solvers.minres": (lambda w, v, x: solvers.minres(matrix(w, x), v, tol=1e-13).value, divide),
+    "solvers.nystrom": (
+        lambda w, v, x: solvers.nystrom(matrix(w, x), v, regularization=LAM).value,
+        over(lambda w, x: matrix(w, x) + LAM * torch.eye(P).double()),
+    ),
     "solvers.explicit": (lambda w, v, x: solvers.explicit(matrix(w, x), v).value, divide),
     "solvers.lissa": (
         lambda w, v, x: (lambda h: solvers.lissa(lambda u: h @ u, v, scaling=6.0, recursion_depth=300).value)(
@@ -333,6 +359,15 @@ BOUND = {
         lambda w, x: ihvp_at_x_cg(one_loss, w, x, Y, tol=1e-13, **SAMPLED, **IN_DIMS),
         over(fisher),
     ),
+    "ihvp_at_x_nystrom": (lambda w, x: ihvp_at_x_nystrom(loss, w, x, Y, rank=3, regularization=LAM), divide),
+    "ihvp_at_x_minres nystrom": (
+        lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM, preconditioner="nystrom"),
+        divide,
+    ),
+    "ihvp_at_x_woodbury": (
+        lambda w, x: ihvp_at_x_woodbury(one_loss, w, x, Y, regularization=LAM, **IN_DIMS),
+        over(fisher),
+    ),
     "ihvp_at_x_explicit ggnvp": (lambda w, x: ihvp_at_x_explicit(COMPOSITE, w, x, Y, **COMPOSED), over(gauss_newton)),
     "ihvp_at_x_cg": (lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
     "ihvp_at_x_minres": (lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
@@ -387,7 +422,7 @@ def test_bound_inside_a_transform(name):
     assert bind(torch.nn.Parameter(W), X)(V.clone().requires_grad_()).requires_grad
 
 
-@pytest.mark.parametrize("name", ["ihvp_cg", "ihvp_minres", "ihvp_explicit"])
+@pytest.mark.parametrize("name", ["ihvp_cg", "ihvp_minres", "ihvp_explicit", "ihvp_nystrom"])
 def test_info_passes_through_vmap(name):
     f = getattr(dattrifunc, name)(loss, regularization=LAM, has_aux=True)
     u, info = vmap(lambda w, v: f((w, X, Y), v))(WW, VV)

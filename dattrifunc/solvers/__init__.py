@@ -38,16 +38,19 @@ from ..tree import (
 from .block import block_rows, fits
 from .conjugate import cg_rows
 from .dense import check_symmetric, factorise, matrix_of
+from .gram import factor_gram
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
 from .minimal import minres_rows
 from .precondition import PROBES, by_diagonal, diagonal_of, random_signs
 from .rows import as_returned
+from .sketch import RANK, by_sketch, directions, nystrom_rows, sketched
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
-__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres"]
+__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres", "nystrom", "woodbury"]
 
 Callback = Callable[[int, torch.Tensor], None]
 Preconditioner = Callable[[Tree], Tree] | str | None
+_NEAR = "a function v -> M v that stands for the inverse, 'jacobi' or 'nystrom'"
 _TOL_FIX = "pass a relative tolerance, for example tol=1e-7"
 
 
@@ -70,8 +73,18 @@ class Problem(Protocol):
     def notes(self) -> implicit.Notes:
         """What the call and its solve tell each other."""
 
+    @property
+    def shift(self) -> float:
+        """Lambda."""
+
     def matvec(self, tensors: Leaves) -> implicit.Matvec:
         """Rows -> (C + lambda I) rows."""
+
+    def unshifted(self, tensors: Leaves) -> implicit.Matvec:
+        """Rows -> C rows."""
+
+    def factor(self, tensors: Leaves) -> torch.Tensor:
+        """Rows g_i [*B, n, p] of which C is the mean outer product, where it has them."""
 
     def sampled(self, tensors: Leaves) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
         """(rows [k, R, *B, p], indices [R, batch]) -> (C_batch + lambda I) rows."""
@@ -109,7 +122,7 @@ def _judged(
     return judged
 
 
-def _sizes(problem: Problem) -> tuple[int, ...]:
+def _sizes(problem: Any) -> tuple[int, ...]:
     return tuple(level.size for level in reversed(problem.levels))
 
 
@@ -156,31 +169,37 @@ def _iterative(
     if callback is not None:
         check_callable(callback, "callback", "callback(iteration, residuals)")
     check_generator(generator)
-    if isinstance(preconditioner, str) and preconditioner != "jacobi":
-        fix = "pass 'jacobi', or a function v -> M v"
-        raise ValueError(message("preconditioner", "'jacobi', a function or None", repr(preconditioner), fix))
+    if isinstance(preconditioner, str) and preconditioner not in ("jacobi", "nystrom"):
+        fix = "pass 'jacobi' or 'nystrom', or a function v -> M v"
+        expected = "'jacobi', 'nystrom', a function or None"
+        raise ValueError(message("preconditioner", expected, repr(preconditioner), fix))
     if preconditioner is not None and not isinstance(preconditioner, str):
-        check_callable(preconditioner, "preconditioner", "a function v -> M v that stands for the inverse, or 'jacobi'")
+        check_callable(preconditioner, "preconditioner", _NEAR)
         preconditioner = implicit.frozen(preconditioner)
         if preconditioner is None:
             fix = "pass one that depends on nothing that vmap maps"
             raise ValueError(message("preconditioner", "the same function for all that vmap maps", "a mapped one", fix))
-    drawn: dict[str, torch.Tensor] = {}  # what chance decided: once, also for the solves behind a derivative
+    drawn: dict[int, torch.Tensor] = {}  # p -> what chance decided: once, also for the solves behind a derivative
 
-    def near(problem: Problem, matvec: implicit.Matvec) -> implicit.Matvec | None:
+    def near(problem: Problem, product: implicit.Matvec, matvec: implicit.Matvec) -> implicit.Matvec | None:
         p = problem.layout.size
         if preconditioner is None or not p:
             return None
         if not isinstance(preconditioner, str):
             return _on_rows(preconditioner, problem.point, batched)
-        if p > PROBES and not drawn:
-            drawn["signs"] = random_signs(PROBES, p, generator)
         like = torch.empty(p, dtype=problem.point.work_dtype, device=device_of(problem.point))
-        return by_diagonal(diagonal_of(matvec, _sizes(problem), drawn.get("signs"), like))
+        if preconditioner == "nystrom":
+            if p not in drawn:
+                drawn[p] = directions(RANK, p, generator)
+            return by_sketch(sketched(product, drawn[p], _sizes(problem), like, problem.point.eps), problem.shift)
+        if p > PROBES and p not in drawn:
+            drawn[p] = random_signs(PROBES, p, generator)
+        return by_diagonal(diagonal_of(matvec, _sizes(problem), drawn.get(p), like))
 
     def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
-        matvec = problem.matvec(tensors)
-        precondition = near(problem, matvec)
+        product = problem.unshifted(tensors)
+        matvec = implicit.shifted(product, problem.shift)
+        precondition = near(problem, product, matvec)
         limit = min(10 * problem.layout.size, 1000) if max_iter is None else max_iter
 
         def told(iteration: int, residuals: torch.Tensor) -> None:
@@ -252,6 +271,58 @@ def explicit_method() -> Method:
         return judged
 
     return Method("explicit", rule, tol)
+
+
+def check_positive(regularization: Any, solver: str) -> float:
+    """Return lambda of a solver that divides by it."""
+    fix = f"pass lambda > 0 in units of loss / parameter**2, for example regularization=1e-3: {solver} divides by it"
+    return check_number(regularization, "regularization", strict=True, fix=fix)
+
+
+def woodbury_method(*, regularization: float, argument: str) -> Method:
+    """Return the solve through the Gram matrix of the rows; ``argument`` is what a row that is not finite comes from.
+
+    The matrix is factored once, when the rule meets the tensors.
+    """
+    tol = 1e-7
+    check_positive(regularization, "woodbury")
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        gram = factor_gram(problem.factor(tensors), problem.shift, problem.layout, argument)
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            return gram.solve(rows, tol, problem.point.eps, problem.notes.texts)
+
+        return _judged(problem, "woodbury", tol, run, gram.matvec)
+
+    return Method("woodbury", rule, tol)
+
+
+def nystrom_method(
+    *, rank: int, regularization: float, tol: float, generator: torch.Generator | None, want_residual: bool
+) -> Method:
+    """Return the Nystrom approximation with these knobs; C is sketched once, when the rule meets the tensors."""
+    rank = check_count(rank, "rank", fix="pass how many directions of curvature to keep, for example rank=50")
+    tol = check_number(tol, "tol", fix=_TOL_FIX)
+    check_generator(generator)
+    check_positive(regularization, "nystrom")
+    drawn: dict[int, torch.Tensor] = {}  # p -> what chance decided
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        p, eps, shift = problem.layout.size, problem.point.eps, problem.shift
+        if p not in drawn:
+            drawn[p] = directions(rank, p, generator)
+        like = torch.empty(0, dtype=problem.point.work_dtype, device=device_of(problem.point))
+        product = problem.unshifted(tensors)
+        sketch = sketched(product, drawn[p], _sizes(problem), like, eps)
+        full = implicit.shifted(product, shift) if want_residual else None
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            return nystrom_rows(sketch, rows, shift=shift, tol=tol, eps=eps, full=full, notes=problem.notes.texts)
+
+        return _judged(problem, "nystrom", tol, run, full)
+
+    return Method("nystrom", rule, tol)
 
 
 def lissa_method(
@@ -397,6 +468,7 @@ class _Matrix(implicit.System):
     point: Point = field(kw_only=True)
     closure: implicit.Closure = field(kw_only=True)
     batched: bool = field(kw_only=True)
+    shift: float = field(kw_only=True, default=0.0)
     sampling: int = field(kw_only=True, default=0)  # number of samples, where the function takes an index of them
 
     @property
@@ -426,6 +498,9 @@ class _Matrix(implicit.System):
         return torch.func.vmap(lambda t, r: self._at(tuple(inner), t, r, lead), (dims, lead), lead)(tensors, rows)
 
     def matvec(self, tensors: Leaves) -> implicit.Matvec:
+        return implicit.shifted(self.unshifted(tensors), self.shift)
+
+    def unshifted(self, tensors: Leaves) -> implicit.Matvec:
         def product(rows: torch.Tensor) -> torch.Tensor:
             if rows.shape[0] == 0 or self.layout.size == 0:
                 return torch.zeros_like(rows)
@@ -437,7 +512,8 @@ class _Matrix(implicit.System):
 
     def exact(self, tensors: Leaves, row: torch.Tensor) -> torch.Tensor:
         if not self.levels:
-            return self._call(tensors, row.unsqueeze(0)).squeeze(0) if self.batched else self._call(tensors, row)
+            out = self._call(tensors, row.unsqueeze(0)).squeeze(0) if self.batched else self._call(tensors, row)
+            return out + self.shift * row if self.shift else out
         *inner, (size, mapped) = self.levels
         lower = replace(self, levels=tuple(inner))
         each = [
@@ -469,9 +545,38 @@ class _Matrix(implicit.System):
         return product
 
 
+@dataclass(frozen=True)
+class _Factored(implicit.System):
+    """The mean of the outer products of rows [n, p], plus lambda I; the rows are its only tensor."""
+
+    point: Point = field(kw_only=True)
+    shift: float = field(kw_only=True)
+
+    @property
+    def layout(self) -> Layout:
+        return self.point.layout
+
+    def factor(self, tensors: Leaves) -> torch.Tensor:
+        (rows,) = tensors
+        for axis, level in enumerate(reversed(self.levels)):
+            rows = rows if level.mapped[0] else rows.unsqueeze(axis)
+        return rows.expand(*_sizes(self), *rows.shape[-2:])
+
+    def exact(self, tensors: Leaves, row: torch.Tensor) -> torch.Tensor:
+        rows, column = self.factor(tensors), row.unsqueeze(-1)
+        return (rows.mT @ (rows @ column)).squeeze(-1) / rows.shape[-2] + self.shift * row
+
+
 @implicit.eager
 def _solve(
-    matvec: Any, b: Tree, method: Method, *, batched: bool, sampling: int = 0, probe: tuple[Any, ...] = ()
+    matvec: Any,
+    b: Tree,
+    method: Method,
+    *,
+    batched: bool,
+    shift: float = 0.0,
+    sampling: int = 0,
+    probe: tuple[Any, ...] = (),
 ) -> SolveResult:
     """Solve on a user's matvec and b: what all public functions share."""
     dense = isinstance(matvec, torch.Tensor)
@@ -496,6 +601,7 @@ def _solve(
         point=point,
         closure=closure,
         batched=batched_function,
+        shift=shift,
         sampling=sampling,
     )
     return run(method, system, system, closed_over, b, "b")
@@ -573,10 +679,11 @@ def cg(
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
         x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
-            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
+            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs). Or
+            "nystrom": by a sketch of A of rank 50, from as many products, for A with a few large eigenvalues.
         block: one Krylov space for all right-hand sides, whose directions serve every one of them: fewer products, more
             memory (all directions are kept). "auto": where there are several right-hand sides and memory allows it.
-        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+        generator: source of the signs, or the sketch; same seed, bit-equal answer. None = always the same.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info.
@@ -625,8 +732,9 @@ def minres(
         callback: ``callback(iteration, residuals)``, relative, in the shape of the info's fields.
         x0: where to start, like b or one vector for all of it; a constant. None, or where 0 is nearer: from 0.
         preconditioner: v -> M v, M symmetric positive definite and near the inverse of A; batched as matvec is. Or
-            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs).
-        generator: source of the signs; same seed, bit-equal answer. None = always the same signs.
+            "jacobi": by the diagonal of A, from 64 products (exact where p <= 64, else from random signs). Or
+            "nystrom": by a sketch of A of rank 50, from as many products, for A with a few large eigenvalues.
+        generator: source of the signs, or the sketch; same seed, bit-equal answer. None = always the same.
 
     Returns:
         SolveResult(value, info): u like b; one entry per right-hand side in info. Where A is singular, u is the
@@ -670,6 +778,90 @@ def explicit(matvec: Callable[[Tree], Tree], b: Tree, *, batched: bool = False) 
     tensor([ 1., -1.])
     """
     return _solve(matvec, b, explicit_method(), batched=batched)
+
+
+@implicit.eager
+def woodbury(factor: Tree, b: Tree, *, regularization: float, batched: bool = False) -> SolveResult:
+    """Solve (F + lambda I) u = b exactly, F = 1/n sum_i g_i g_i^T, through the n x n Gram matrix of the rows g_i.
+
+    u = (b - G^T (n lambda I + G G^T)^-1 G b) / lambda for rows G [n, p]: n^2 p operations once, and 2 n p for each
+    right-hand side and step of refinement. Where n >= p it is as right, and ``explicit`` is cheaper.
+
+    Args:
+        factor: the rows: a tree like one vector of b, with a leading axis n on every leaf.
+        b: the right-hand side; with ``batched`` one leading axis k on every leaf.
+        regularization: lambda > 0.
+        batched: b carries the leading axis k.
+
+    Returns:
+        SolveResult(value, info). Status 6 where lambda is so small beside F that rounding leaves no such answer.
+
+    Raises:
+        StructureError: factor is not like b.
+        ValueError: lambda is not > 0, or factor has non-finite entries; the leaves are named.
+
+    Source: Woodbury (1950), Inverting modified matrices; Hager (1989), doi:10.1137/1031049.
+
+    >>> woodbury(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([3.0, 1.0]), regularization=1.0).value
+    tensor([1., 1.])
+    """
+    method = woodbury_method(regularization=regularization, argument="factor")
+    point = _point_of(b, batched)
+    rows, single = point.rows(factor, "factor")
+    if (single and point.leaves) or not len(rows):
+        fix = "give every leaf a leading axis n, one row per sample"
+        raise StructureError(message("factor", "n >= 1 rows", "one vector" if single else "n = 0", fix))
+    system = _Factored(
+        inverse=True,
+        solve=method.rule,
+        active=(True,),
+        must_map=(False,),
+        quiet=True,
+        point=point,
+        shift=float(regularization),
+    )
+    return run(method, system, system, (rows,), b, "b")
+
+
+def nystrom(
+    matvec: Callable[[Tree], Tree],
+    b: Tree,
+    *,
+    regularization: float,
+    rank: int = 50,
+    batched: bool = False,
+    generator: torch.Generator | None = None,
+    tol: float = 1e-7,
+) -> SolveResult:
+    """Approximate u in (A + lambda I) u = b by a randomised Nystrom approximation of A, positive semidefinite.
+
+    A ~ U L U^T of rank r from one product with r vectors; u = U (L + lambda)^-1 U^T b + (I - U U^T) b / lambda.
+    r >= p is exact. One product more tells the residual.
+
+    Args:
+        matvec: v -> A v, without lambda, on trees like b; or the matrix [p, p] itself.
+        b: the right-hand side; with ``batched`` one leading axis k on every leaf.
+        regularization: lambda > 0.
+        rank: r, how many directions of curvature are kept.
+        batched: matvec and b carry the leading axis k.
+        generator: source of the test matrix; same seed, bit-equal answer. None = always the same one.
+        tol: what ``info.converged`` holds the relative residual against; changes no value.
+
+    Returns:
+        SolveResult(value, info); status 1 where r is too low for tol, 2 where A has negative curvature beyond a tenth
+        of lambda in the sketch.
+
+    Raises:
+        ValueError: lambda is not > 0, or rank is not >= 1.
+
+    Source: Tropp, Yurtsever, Udell and Cevher (2017), arXiv:1706.05736; Frangella, Tropp and Udell (2021),
+    arXiv:2110.02820. Differs: see ``solvers.sketch.sketched``.
+
+    >>> nystrom(torch.diag(torch.tensor([3.0, 1.0])), torch.tensor([4.0, 4.0]), regularization=1.0).value
+    tensor([1.0000, 2.0000])
+    """
+    method = nystrom_method(rank=rank, regularization=regularization, tol=tol, generator=generator, want_residual=True)
+    return _solve(matvec, b, method, batched=batched, shift=float(regularization))
 
 
 def lissa(

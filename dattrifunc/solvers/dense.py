@@ -14,7 +14,7 @@ from ..tree import Layout
 from .info import Status
 from .rows import judge, leaves_at, normalise
 
-__all__ = ["Factor", "factorise", "matrix_of"]
+__all__ = ["Factor", "check_symmetric", "cholesky_solve", "factorise", "matrix_of", "refined", "require_finite"]
 
 Matvec = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,16 +29,45 @@ def matrix_of(matvec: Matvec, layout: Layout, lead: tuple[int, ...], like: torch
     eye = torch.eye(p, dtype=like.dtype, device=like.device)
     rows = eye.reshape(p, *(1,) * len(lead), p).expand(p, *lead, p)
     matrix = matvec(rows).movedim(0, -2)
-    finite = matrix.isfinite()
-    if not bool(finite.all()):
-        columns = ~finite.reshape(-1, p).all(0) if p else finite
-        leaves = ", ".join(repr(name) for name in leaves_at(layout, columns))
-        fix = "look for log(0), norm(0) or overflow in the loss, and for NaN or inf in the data"
-        raise ValueError(
-            message("func", "finite curvature", f"{int((~finite).sum())} NaN or inf entries in {leaves}", fix)
-        )
+    require_finite(matrix, layout, "func", "finite curvature")
     check_symmetric(matrix, eps, "matvec")
     return (matrix + matrix.mT) / 2
+
+
+def require_finite(values: torch.Tensor, layout: Layout, argument: str, expected: str) -> None:
+    """Raise ValueError, with the names of the leaves, unless all values [..., p] are finite."""
+    finite = values.isfinite()
+    if bool(finite.all()):
+        return
+    leaves = ", ".join(repr(name) for name in leaves_at(layout, ~finite.reshape(-1, layout.size).all(0)))
+    fix = "look for log(0), norm(0) or overflow in the loss, and for NaN or inf in the data"
+    raise ValueError(message(argument, expected, f"{int((~finite).sum())} NaN or inf entries in {leaves}", fix))
+
+
+def refined(
+    inverse: Callable[[torch.Tensor], torch.Tensor],
+    product: Callable[[torch.Tensor], torch.Tensor],
+    columns: torch.Tensor,
+    steps: int,
+    enough: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return solutions of columns [*B, p, k] after steps of iterative refinement, and their residual norms [k, *B].
+
+    A step is kept for the columns it brings closer; no more are taken when none is, or all are within ``enough``.
+    """
+    norm = torch.linalg.vector_norm
+    u = inverse(columns)
+    left = columns - product(u)
+    for _ in range(steps):
+        if bool((norm(left, dim=-2) <= enough).all()):
+            break
+        better = u + inverse(left)
+        left_after = columns - product(better)
+        gain = (norm(left_after, dim=-2) < norm(left, dim=-2)).unsqueeze(-2)
+        u, left = torch.where(gain, better, u), torch.where(gain, left_after, left)
+        if not bool(gain.any()):
+            break
+    return u, norm(left, dim=-2).movedim(-1, 0)
 
 
 def check_symmetric(matrix: torch.Tensor, eps: float, argument: str) -> None:
@@ -75,14 +104,7 @@ class Factor:
         scaled = normalise(rows)
         columns = scaled.unit.movedim(0, -1)  # [*B, p, k]
         matrix = self.matrix / self.gauge
-        u = self.apply(columns)
-        left = columns - matrix @ u
-        better = u + self.apply(left)
-        left_after = columns - matrix @ better
-        gain = torch.linalg.vector_norm(left_after, dim=-2) < torch.linalg.vector_norm(left, dim=-2)
-        u = torch.where(gain.unsqueeze(-2), better, u)
-        left = torch.where(gain.unsqueeze(-2), left_after, left)
-        residual = torch.linalg.vector_norm(left, dim=-2).movedim(-1, 0)
+        u, residual = refined(self.apply, lambda columns: matrix @ columns, columns, steps=1)
         size = torch.linalg.matrix_norm(matrix).expand_as(residual)
         singular = self.singular.expand_as(residual)
         status = torch.where(singular, int(Status.SINGULAR), int(Status.STAGNATED))
@@ -113,7 +135,7 @@ def factorise(matrix: torch.Tensor, layout: Layout, eps: float) -> Factor:
     make = functools.partial(Factor, matrix, gauge)
     cut = max(10.0, matrix.shape[-1] ** 0.5) * eps
     lower, failed = torch.linalg.cholesky_ex(unit)
-    cholesky = functools.partial(_cholesky_solve, lower)
+    cholesky = functools.partial(cholesky_solve, lower)
     if not bool(failed.any()) and _regular(unit, cholesky, cut):
         return make("cholesky", none, "", cholesky)
     if bool(failed.any()):
@@ -129,7 +151,8 @@ def factorise(matrix: torch.Tensor, layout: Layout, eps: float) -> Factor:
     return make("eigenvalues", singular, reason, lambda columns: vectors @ (inverse * (vectors.mT @ columns)))
 
 
-def _cholesky_solve(lower: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def cholesky_solve(lower: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return A^-1 columns for A = lower lower^T."""
     return torch.cholesky_solve(columns, lower)
 
 

@@ -780,8 +780,9 @@ def ihvp_at_x_woodbury(
 
     F = 1/n sum_i g_i g_i^T is the empirical Fisher, g_i the gradient of ``func`` on sample i with respect to
     ``x[argnums]``: (F + lambda I)^-1 v = (v - G^T (n lambda I + G G^T)^-1 G v) / lambda for the rows G [n, p]. At
-    build: the rows (n p numbers, held), their Gram matrix (n^2 p operations) and its Cholesky factor. A call calls
-    ``func`` no more: two products with G for each v and step of refinement. Where n >= p it is as right, and
+    build: the rows (n p numbers, held; twice that for a moment), their Gram matrix (n^2 p operations) and its Cholesky
+    factor (n^2 numbers, held). A call calls ``func`` no more: four products with G for each v, four more for each step
+    of refinement, which only a small lambda needs. Where n >= p it is as right, and
     ``ihvp_at_x_explicit`` with ``product=fvp_at_x`` is cheaper.
 
     Args:

@@ -436,7 +436,7 @@ def test_info_passes_through_vmap(name):
 
 @pytest.mark.fault("F85")
 @pytest.mark.parametrize("order", ["grad", "jvp", "jacrev of vmap v", "grad of vmap w"])
-@pytest.mark.parametrize("name", ["hvp", "ggnvp", "fvp", "ihvp_cg", "ihvp_cg fvp"])
+@pytest.mark.parametrize("name", ["hvp", "ggnvp", "fvp", "ihvp_cg", "ihvp_cg fvp", "ihvp_nystrom", "ihvp_woodbury"])
 def test_derivatives_through_norm_layers(name, order):
     """A derivative taken outside a vmap through layer_norm is wrong in torch itself: ours are taken row by row.
 
@@ -468,6 +468,8 @@ def test_derivatives_through_norm_layers(name, order):
         "fvp": lambda: (fvp(norm_loss, in_dims=(None, 0)), X),
         "ihvp_cg": lambda: (ihvp_cg(norm_loss, **solving), X),
         "ihvp_cg fvp": lambda: (ihvp_cg(norm_loss, product=fvp_at_x, in_dims=(None, 0), **solving), X),
+        "ihvp_nystrom": lambda: (ihvp_nystrom(norm_loss, regularization=20.0), X),
+        "ihvp_woodbury": lambda: (ihvp_woodbury(norm_loss, in_dims=(None, 0), regularization=20.0), X),
     }[name]()
     batch = {k: torch.stack([v[k] for v in vectors]) for k in shapes}
 

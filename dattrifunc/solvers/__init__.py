@@ -122,7 +122,7 @@ def _judged(
     return judged
 
 
-def _sizes(problem: Any) -> tuple[int, ...]:
+def _sizes(problem: Problem) -> tuple[int, ...]:
     return tuple(level.size for level in reversed(problem.levels))
 
 
@@ -557,10 +557,8 @@ class _Factored(implicit.System):
         return self.point.layout
 
     def factor(self, tensors: Leaves) -> torch.Tensor:
-        (rows,) = tensors
-        for axis, level in enumerate(reversed(self.levels)):
-            rows = rows if level.mapped[0] else rows.unsqueeze(axis)
-        return rows.expand(*_sizes(self), *rows.shape[-2:])
+        (rows,) = tensors  # [*B, n, p]: a level is a vmap that maps some tensor, and there is no other
+        return rows
 
     def exact(self, tensors: Leaves, row: torch.Tensor) -> torch.Tensor:
         rows, column = self.factor(tensors), row.unsqueeze(-1)
@@ -784,8 +782,8 @@ def explicit(matvec: Callable[[Tree], Tree], b: Tree, *, batched: bool = False) 
 def woodbury(factor: Tree, b: Tree, *, regularization: float, batched: bool = False) -> SolveResult:
     """Solve (F + lambda I) u = b exactly, F = 1/n sum_i g_i g_i^T, through the n x n Gram matrix of the rows g_i.
 
-    u = (b - G^T (n lambda I + G G^T)^-1 G b) / lambda for rows G [n, p]: n^2 p operations once, and 2 n p for each
-    right-hand side and step of refinement. Where n >= p it is as right, and ``explicit`` is cheaper.
+    u = (b - G^T (n lambda I + G G^T)^-1 G b) / lambda for rows G [n, p]: n^2 p operations once, and four products with
+    G for each b, four more for each step of refinement. Where n >= p it is as right, and ``explicit`` is cheaper.
 
     Args:
         factor: the rows: a tree like one vector of b, with a leading axis n on every leaf.

@@ -35,6 +35,7 @@ from dattrifunc import (
     grad_rows,
     hessian_matrix,
     hvp_at_x,
+    ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
@@ -121,7 +122,7 @@ def _parse(arguments: Sequence[str] | None) -> Settings:
     )
     option(
         "--solver",
-        choices=["explicit", "cg", "minres", "lissa", "nystrom", "woodbury"],
+        choices=["explicit", "cg", "minres", "lissa", "nystrom", "woodbury", "auto"],
         default="explicit",
         help="inverse product (%(default)s)",
     )
@@ -558,6 +559,8 @@ def _inverse(settings: Settings, problem: Problem, params: Params, tick: Callabl
     x, regularization = (problem.loss, params, *problem.train), settings.regularization
     if settings.solver == "explicit":
         return ihvp_at_x_explicit(*x, regularization=regularization, chunk_size=128, has_aux=True)
+    if settings.solver == "auto":
+        return ihvp_at_x_auto(*x, regularization=regularization, has_aux=True)
     if settings.solver in ("cg", "minres"):
         iterative = {"cg": ihvp_at_x_cg, "minres": ihvp_at_x_minres}[settings.solver]
         return iterative(*x, regularization=regularization, has_aux=True, callback=lambda *_: tick())

@@ -30,6 +30,7 @@ from .digest import fingerprint
 from .errors import DtypeError, StructureError, message
 from .ihvp import (
     check_rows,
+    ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
@@ -464,6 +465,7 @@ def top_k(
 
 
 _SOLVERS: dict[str, Callable[..., Any]] = {
+    "auto": ihvp_at_x_auto,
     "cg": ihvp_at_x_cg,
     "explicit": ihvp_at_x_explicit,
     "lissa": ihvp_at_x_lissa,
@@ -505,7 +507,7 @@ def influence(
         params: the tree (with a tuple of argnums, a tuple of trees) at which ``func`` was trained.
         train: the other arguments of func in order, holding n training samples.
         test: the same for m test samples.
-        solver: "cg", "minres", "explicit", "lissa", "nystrom" or "woodbury"; or a bound inverse product
+        solver: "cg", "minres", "explicit", "lissa", "nystrom", "woodbury" or "auto"; or a bound inverse product
             v -> (C + lambda I)^-1 v of your own, which takes m vectors at once and has its own lambda.
         in_dims: sample axis per argument of func, parameters included; None = axis 0 of everything but params.
         argnums: where params stand among the arguments of func.

@@ -31,12 +31,14 @@ from .tree import (
 )
 
 __all__ = [
+    "ihvp_at_x_auto",
     "ihvp_at_x_cg",
     "ihvp_at_x_explicit",
     "ihvp_at_x_lissa",
     "ihvp_at_x_minres",
     "ihvp_at_x_nystrom",
     "ihvp_at_x_woodbury",
+    "ihvp_auto",
     "ihvp_cg",
     "ihvp_explicit",
     "ihvp_lissa",
@@ -842,6 +844,97 @@ def ihvp_woodbury(
     tensor([1., 1.])
     """
     return _woodbury(**locals()).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what fits
+
+
+def _auto(**knobs: Any) -> _Inverse:
+    return _iterative(solvers.auto_method, **knobs)
+
+
+def ihvp_at_x_auto(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    tol: float = 1e-7,
+    regularization: float = 0.0,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    max_iter: int | None = None,
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> Solve:
+    """Bind x and return v -> (C + lambda I)^-1 v by the solver that fits, C indefinite or singular as it may be.
+
+    C is the Hessian of ``func`` with respect to ``x[argnums]`` (or what ``product`` computes), p its number of scalars.
+    With k >= p vectors the dense matrix is built and kept for later calls. Otherwise all k vectors share one Krylov
+    space, whose directions are kept (2 numbers per parameter and direction); where that would take more than 2^27
+    numbers, conjugate gradients, and minimal residuals where those meet negative curvature.
+
+    Args:
+        func: loss, ``func(*x) -> scalar``. Its own reduction sets the scale: a mean loss gives a mean Hessian.
+        x: arguments of ``func``; any pytrees, taken as constants. Only ``argnums`` must be floating point.
+        argnums: which argument, or a tuple for several at once.
+        tol: stop a right-hand side when ||v - (C + lambda I) u|| <= tol * ||v||.
+        regularization: lambda >= 0, in units of loss / parameter**2.
+        product: ``hvp_at_x``, ``ggnvp_at_x`` (func is a CompositeLoss), ``fvp_at_x`` (func takes one sample), or any
+            function with the signature of the first.
+        in_dims: sample axis per argument of func, handed on to a product over samples, such as ``fvp_at_x``.
+        keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
+        mode: "rev-rev" or "rev-fwd", handed on to the product.
+        max_iter: most steps of an iteration (one batched product each); None = 10 p, at most 1000.
+        chunk_size: most vectors pushed through autodiff at once; None = all k.
+        has_aux: return ``(u, SolveInfo)``; ``info.method`` says what was picked, and ``info.reason`` why.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
+        ``has_aux``, ``(u, SolveInfo)``, each field [] or [k].
+
+    Raises:
+        StructureError: v does not match x[argnums] (both structures are printed).
+        DtypeError: a differentiated leaf is not floating point.
+        ValueError: k >= p, and C has NaN or inf entries.
+
+    Warns:
+        ConvergenceWarning: some right-hand side missed ``tol``; says why, and what to change.
+
+    Source: see ``solvers.auto``.
+
+    >>> loss = lambda p: p["a"] * p["b"]                # Hessian [[0, 1], [1, 0]]: indefinite
+    >>> p = {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}
+    >>> ihvp_at_x_auto(loss, p)(p)
+    {'a': tensor(2.), 'b': tensor(1.0000)}
+    """
+    knobs = {name: value for name, value in locals().items() if name != "x"}  # every parameter, by its name
+    return _auto(**knobs).bound(x)
+
+
+def ihvp_auto(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    tol: float = 1e-7,
+    regularization: float = 0.0,
+    *,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    mode: str = "rev-rev",
+    max_iter: int | None = None,
+    chunk_size: int | None = None,
+    has_aux: bool = False,
+) -> SolveAt:
+    """Return ``f(x, v)`` = (C(x) + lambda I)^-1 v by the solver that fits; see ``ihvp_at_x_auto``.
+
+    Differentiable in v and x (implicitly, by another solve).
+
+    >>> ihvp_auto(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
+    tensor([0.1667, 0.1667])
+    """
+    return _auto(**locals()).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------

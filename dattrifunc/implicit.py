@@ -77,6 +77,7 @@ class Notes(threading.local):
         single: whether the caller gave one vector, so that facts are told as 0-d tensors.
         quiet: ``System.quiet`` of the map that is running.
         texts: what the solve found out, for SolveInfo.reason.
+        method: what the solve chose to do, for SolveInfo.method; "" = what its name says.
         start: rows from which the next solve may start; taken by it, so that the solve of a derivative starts from 0.
     """
 
@@ -85,6 +86,7 @@ class Notes(threading.local):
         self.quiet = False
         self.start: torch.Tensor | None = None
         self.texts: list[str] = []
+        self.method = ""
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ from dattrifunc import (
     hessian_matrix,
     hvp,
     hvp_at_x,
+    ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_lissa,
     ihvp_at_x_minres,
     ihvp_at_x_nystrom,
     ihvp_at_x_woodbury,
+    ihvp_auto,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
@@ -105,6 +107,11 @@ KNOBS = {
         (0, ValueError, r"rank: expected an integer >= 1, got 0. Fix: pass how many directions of curvature"),
         (2.5, TypeError, r"rank: expected an integer >= 1, got 2.5. Fix"),
         (None, TypeError, r"rank: expected an integer >= 1, got None. Fix"),
+    ],
+    "block": [
+        ("yes", ValueError, r"block: expected True, False or 'auto', got 'yes'. Fix: pass block=True to share one Kr"),
+        (None, ValueError, r"block: expected True, False or 'auto', got None. Fix"),
+        (2, ValueError, r"block: expected True, False or 'auto', got 2. Fix"),
     ],
     "batch_size": [
         (0, ValueError, r"batch_size: expected an integer >= 1, got 0. Fix: pass a positive integer"),
@@ -234,8 +241,9 @@ ITERATIVE = ["product", "tol", "max_iter", "callback", "preconditioner", "genera
 SAMPLING = ["tol", "batch_size", "num_repeat", "recursion_depth", "damping", "scaling", "generator"]
 INVERSES: dict[str, tuple[Any, Any, list[str]]] = {
     "explicit": (ihvp_explicit, ihvp_at_x_explicit, [*COMMON, "product"]),
-    "cg": (ihvp_cg, ihvp_at_x_cg, [*COMMON, *ITERATIVE]),
+    "cg": (ihvp_cg, ihvp_at_x_cg, [*COMMON, *ITERATIVE, "block"]),
     "minres": (ihvp_minres, ihvp_at_x_minres, [*COMMON, *ITERATIVE]),
+    "auto": (ihvp_auto, ihvp_at_x_auto, [*COMMON, "product", "tol", "max_iter"]),
     "lissa": (
         ihvp_lissa,
         ihvp_at_x_lissa,
@@ -643,20 +651,21 @@ BATCHES = [
     (
         "fewer",
         lambda v: v[:1],
-        torch.ones(2, 3),
+        torch.eye(3)[:2],
         StructureError,
         r"matvec\(v\): expected [23] vectors, as v, got k = 1. Fix",
     ),
     (
         "one",
         lambda v: v[0],
-        torch.ones(2, 3),
+        torch.eye(3)[:2],
         StructureError,
         r"matvec\(v\): expected [23] vectors, as v, got one. Fix",
     ),
 ]
 SOLVERS: dict[str, tuple[Any, list[str]]] = {
-    "cg": (solvers.cg, ITERATIVE[1:]),
+    "auto": (solvers.auto, ["tol", "max_iter"]),
+    "cg": (solvers.cg, [*ITERATIVE[1:], "block"]),
     "minres": (solvers.minres, ITERATIVE[1:]),
     "explicit": (solvers.explicit, []),
     "nystrom": (functools.partial(solvers.nystrom, **POSITIVE), ["rank", "tol", "generator"]),

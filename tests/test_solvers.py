@@ -42,6 +42,7 @@ def solve(name, matrix, b, **knobs):
 NAMES = {
     "cg": {"tol": 1e-12},
     "minres": {"tol": 1e-12},
+    "auto": {"tol": 1e-12},
     "cg block": {"tol": 1e-12, "block": True},
     "cg jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},
     "minres jacobi": {"tol": 1e-12, "preconditioner": "jacobi"},

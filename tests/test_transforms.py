@@ -24,11 +24,13 @@ from dattrifunc import (
     ggnvp_at_x,
     hvp,
     hvp_at_x,
+    ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
     ihvp_at_x_minres,
     ihvp_at_x_nystrom,
     ihvp_at_x_woodbury,
+    ihvp_auto,
     ihvp_cg,
     ihvp_explicit,
     ihvp_lissa,
@@ -229,6 +231,7 @@ MAPS = {
         lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, preconditioner="jacobi")((w, x, Y), v),
         divide,
     ),
+    "ihvp_auto": (lambda w, v, x: ihvp_auto(loss, tol=1e-13, regularization=LAM)((w, x, Y), v), divide),
     "ihvp_cg block": (
         lambda w, v, x: ihvp_cg(loss, tol=1e-13, regularization=LAM, block=True)((w, x, Y), v),
         divide,
@@ -247,6 +250,7 @@ MAPS = {
     "ihvp_lissa": (by_lissa, divide),
     "solvers.cg": (by_matvec, divide),
     "solvers.cg batched": (by_batched_matvec, divide),
+    "solvers.auto": (lambda w, v, x: solvers.auto(matrix(w, x), v, tol=1e-13).value, divide),
     "solvers.minres": (lambda w, v, x: solvers.minres(matrix(w, x), v, tol=1e-13).value, divide),
     "solvers.nystrom": (
         lambda w, v, x: solvers.nystrom(matrix(w, x), v, regularization=LAM).value,
@@ -376,6 +380,7 @@ BOUND = {
         lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM, preconditioner="jacobi"),
         divide,
     ),
+    "ihvp_at_x_auto": (lambda w, x: ihvp_at_x_auto(loss, w, x, Y, tol=1e-13, regularization=LAM), divide),
     "ihvp_at_x_cg block jacobi": (
         lambda w, x: ihvp_at_x_cg(loss, w, x, Y, tol=1e-13, regularization=LAM, block=True, preconditioner="jacobi"),
         divide,

@@ -35,9 +35,9 @@ from ..tree import (
     name_of,
     paths_of,
 )
-from .block import block_rows, fits
+from .block import NUMBERS, block_rows, fits
 from .conjugate import cg_rows
-from .dense import check_symmetric, factorise, matrix_of
+from .dense import Factor, check_symmetric, factorise, matrix_of
 from .gram import factor_gram
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
 from .minimal import minres_rows
@@ -46,7 +46,7 @@ from .rows import as_returned
 from .sketch import RANK, by_sketch, directions, nystrom_rows, sketched
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
-__all__ = ["SolveInfo", "SolveResult", "Status", "cg", "explicit", "lissa", "minres", "nystrom", "woodbury"]
+__all__ = ["SolveInfo", "SolveResult", "Status", "auto", "cg", "explicit", "lissa", "minres", "nystrom", "woodbury"]
 
 Callback = Callable[[int, torch.Tensor], None]
 Preconditioner = Callable[[Tree], Tree] | str | None
@@ -114,9 +114,12 @@ def _judged(
 
     def judged(rows: torch.Tensor) -> implicit.Raw:
         problem.notes.texts.clear()
+        problem.notes.method = name
         raw = as_returned(run(rows), rows, problem.layout, matvec)
         if not problem.notes.quiet:
-            warn_unsolved(raw, name, tol, "; ".join(problem.notes.texts))
+            picked = problem.notes.method
+            label = name if picked == name else f"{name} ({picked})"
+            warn_unsolved(raw, label, tol, "; ".join(problem.notes.texts))
         return raw
 
     return judged
@@ -132,13 +135,15 @@ def _sizes(problem: Problem) -> tuple[int, ...]:
 
 def cg_method(*, block: bool | str = False, **knobs: Any) -> Method:
     """Return conjugate gradients with these knobs: those of ``_iterative``."""
-    if block not in (True, False, "auto"):
+    if not isinstance(block, bool) and block != "auto":
         fix = "pass block=True to share one Krylov space among all right-hand sides, 'auto' to do so where it pays"
         raise ValueError(message("block", "True, False or 'auto'", repr(block), fix))
 
     def solve(matvec: implicit.Matvec, rows: torch.Tensor, **options: Any) -> implicit.Raw:
         several = len(rows) > 1 and fits(math.prod(rows.shape[:-1]), rows.shape[-1])
-        return (block_rows if block is True or (block and several) else cg_rows)(matvec, rows, **options)
+        if block is True or (block and several):
+            return block_rows(matvec, rows, **options)[0]
+        return cg_rows(matvec, rows, **options)
 
     return _iterative("cg", solve, **knobs)
 
@@ -162,10 +167,7 @@ def _iterative(
 ) -> Method:
     """Return an iteration that makes one batched product per step."""
     tol = check_number(tol, "tol", fix=_TOL_FIX)
-    if max_iter is not None:
-        max_iter = check_count(
-            max_iter, "max_iter", low=0, none="10 p, at most 1000", fix="pass max_iter=None or a count"
-        )
+    max_iter = _check_steps(max_iter)
     if callback is not None:
         check_callable(callback, "callback", "callback(iteration, residuals)")
     check_generator(generator)
@@ -226,6 +228,13 @@ def _iterative(
     return Method(name, rule, tol, start=x0)
 
 
+def _check_steps(max_iter: int | None) -> int | None:
+    """Return the most steps of an iteration, or None."""
+    if max_iter is None:
+        return None
+    return check_count(max_iter, "max_iter", low=0, none="10 p, at most 1000", fix="pass max_iter=None or a count")
+
+
 def _on_rows(preconditioner: Callable[[Tree], Tree], point: Point, batched: bool) -> implicit.Matvec:
     """Return a user's preconditioner on rows [k, *B, p], the same constant for all of them."""
 
@@ -271,6 +280,60 @@ def explicit_method() -> Method:
         return judged
 
     return Method("explicit", rule, tol)
+
+
+def auto_method(*, tol: float, max_iter: int | None) -> Method:
+    """Return the solve by what fits the problem: dense, over one block Krylov space, or by short recurrences."""
+    tol = check_number(tol, "tol", fix=_TOL_FIX)
+    max_iter = _check_steps(max_iter)
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        matvec, p, eps = problem.matvec(tensors), problem.layout.size, problem.point.eps
+        factors: list[Factor] = []  # one, made by the first call that needs it
+
+        def factor() -> Factor:
+            if not factors:
+                like = torch.empty(0, dtype=problem.point.work_dtype, device=device_of(problem.point))
+                matrix = matrix_of(matvec, problem.layout, _sizes(problem), like, eps)
+                factors.append(factorise(matrix, problem.layout, eps))
+            return factors[0]
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            k, count, texts = len(rows), math.prod(_sizes(problem)), problem.notes.texts
+            size = f"p = {p}, k = {k}, lambda = {problem.shift:g}"
+            if factors or (p <= k and count * p * p <= NUMBERS):
+                texts.append(f"{size}: {'the matrix is factored already' if factors else 'p products give the matrix'}")
+                problem.notes.method = "explicit"
+                texts.extend([factor().reason] if factor().reason else [])
+                return factor().solve(rows, tol, eps)
+            limit = min(10 * p, 1000) if max_iter is None else max_iter
+            knobs: dict[str, Any] = {
+                "tol": tol,
+                "max_iter": limit,
+                "eps": eps,
+                "layout": problem.layout,
+                "notes": texts,
+            }
+            if fits(k * count, p):
+                raw, negative = block_rows(matvec, rows, indefinite=True, **knobs)
+                problem.notes.method = "block minres" if negative else "block cg"
+                texts.insert(0, f"{size}: one Krylov space for all; {'' if negative else 'no '}negative curvature met")
+                return raw
+            problem.notes.method = "cg"
+            texts.append(f"{size}: too large to keep a basis")
+            raw = cg_rows(matvec, rows, **knobs)
+            left = ((raw.status == Status.NEGATIVE_CURVATURE) | (raw.status == Status.SINGULAR)).flatten(1).any(1)
+            if not bool(left.any()):
+                return raw
+            problem.notes.method = "cg, then minres"
+            again = minres_rows(matvec, rows[left], **knobs)
+            return implicit.Raw(
+                *(old.index_copy(0, left.nonzero()[:, 0], new) for old, new in zip(raw, again, strict=False))
+            )
+
+        return _judged(problem, "auto", tol, run, matvec)
+
+    return Method("auto", rule, tol)
 
 
 def check_positive(regularization: Any, solver: str) -> float:
@@ -440,7 +503,7 @@ def run(method: Method, system: Any, held: implicit.System, tensors: Leaves, v: 
     value, *facts = implicit.apply(held, rows, tensors)
     fields = [fact.squeeze(0) for fact in facts] if single else facts
     converged, status, iterations, residual = fields
-    info = SolveInfo(converged, status, iterations, residual, method.name, "; ".join(notes.texts))
+    info = SolveInfo(converged, status, iterations, residual, notes.method, "; ".join(notes.texts))
     return SolveResult(point.tree(value, single), info)
 
 
@@ -756,6 +819,39 @@ def minres(
         batched=batched,
     )
     return _solve(matvec, b, method, batched=batched)
+
+
+def auto(
+    matvec: Callable[[Tree], Tree],
+    b: Tree,
+    *,
+    batched: bool = False,
+    max_iter: int | None = None,
+    tol: float = 1e-7,
+) -> SolveResult:
+    """Solve A u = b by what fits, A symmetric: definite, indefinite or singular as it may be.
+
+    Through the dense matrix where there are at least as many right-hand sides as unknowns (p products, the matrix in
+    memory). Otherwise by minimal residuals over one Krylov space that all right-hand sides share, whose directions are
+    kept; where they would take more than 2^27 numbers, by ``cg``, and ``minres`` where that meets negative curvature.
+
+    Args:
+        matvec: v -> A v, on trees like b; or the matrix [p, p] itself.
+        b: the right-hand side, any tree of floating point tensors; with ``batched`` one leading axis k on every leaf.
+        batched: matvec and b carry the leading axis k.
+        max_iter: most steps of an iteration (one batched product each); None = 10 p, at most 1000.
+        tol: relative tolerance: ||b - A u|| <= tol ||b||.
+
+    Returns:
+        SolveResult(value, info): u like b; ``info.method`` says what was picked ("explicit", "block cg", "block minres"
+        where negative curvature was met, "cg", "cg, then minres"), ``info.reason`` why.
+
+    Source: see ``explicit``, ``cg`` and ``minres``.
+
+    >>> auto(torch.diag(torch.tensor([2.0, -4.0])), torch.tensor([2.0, 4.0])).info.method
+    'block minres'
+    """
+    return _solve(matvec, b, auto_method(max_iter=max_iter, tol=tol), batched=batched)
 
 
 def explicit(matvec: Callable[[Tree], Tree], b: Tree, *, batched: bool = False) -> SolveResult:

@@ -14,15 +14,15 @@ from .krylov import outside, principal
 from .precondition import WRONG, Guarded, random_signs
 from .rows import Matvec, attainable, gauge_of, judge, leaves_at, normalise, start_at
 
-__all__ = ["block_rows", "fits"]
+__all__ = ["NUMBERS", "block_rows", "fits"]
 
 _THRESHOLD = 0.45  # directions of a block that are this much weaker than its strongest one wait for the next block
-_NUMBERS = 1 << 27  # most numbers that the two bases hold, where that leaves room for 8 blocks
+NUMBERS = 1 << 27  # most numbers that the two bases hold, where that leaves room for 8 blocks
 
 
 def fits(k: int, p: int) -> bool:
     """Say whether 24 blocks of k directions are held without a restart."""
-    return 2 * p * min(24 * k, p) <= _NUMBERS
+    return 2 * p * min(24 * k, p) <= NUMBERS
 
 
 class _Space:
@@ -141,7 +141,7 @@ def block_rows(
     start: torch.Tensor | None = None,
     precondition: Matvec | None = None,
     indefinite: bool = False,
-) -> Raw:
+) -> tuple[Raw, bool]:
     """Minimise |b - A u| for each row b of [k, *B, p] over one space, made of the residuals of all of them.
 
     Each step makes one batched product, with the strongest directions of the residuals that have not met ``tol``:
@@ -167,13 +167,16 @@ def block_rows(
         start: see ``start_at``.
         precondition: M, applied to residuals before they become directions.
         indefinite: whether negative curvature is no reason of failure.
+
+    Returns:
+        What became of the rows, and whether negative curvature was met.
     """
     scaled = normalise(rows)
     lead, (k, p) = rows.shape[1:-1], (rows.shape[0], rows.shape[-1])
     count, norm, work = math.prod(lead), torch.linalg.vector_norm, torch.finfo(rows.dtype).eps
     if not rows.numel():
         none = torch.zeros(rows.shape[:-1], dtype=rows.dtype, device=rows.device)
-        return judge(scaled, scaled.unit, none, none, none.long(), none.long(), tol, eps)
+        return judge(scaled, scaled.unit, none, none, none.long(), none.long(), tol, eps), False
     unit, x, r = (t.reshape(k, count, p).transpose(0, 1) for t in (scaled.unit, *start_at(matvec, scaled, start)))
     zero = torch.zeros(count, k, dtype=rows.dtype, device=rows.device)
 
@@ -188,7 +191,7 @@ def block_rows(
 
     near = None if precondition is None else Guarded(precondition)
     unfit = False
-    most = p if 2 * p * p * count <= _NUMBERS else max(_NUMBERS // (2 * p * count), 8 * k)
+    most = p if 2 * p * p * count <= NUMBERS else max(NUMBERS // (2 * p * count), 8 * k)
     space, moved = _Space(r, most), x
     length = norm(r, dim=-1)
     stop, size = 0.9 * tol, zero[:, :1]
@@ -272,21 +275,21 @@ def block_rows(
         dropped = int(space.null.logical_and((space.q != 0).any(-1)).sum())
         notes.extend([f"{dropped} null directions dropped"] if dropped else [])
         notes.extend([WRONG] if unfit else [])
+    scale = torch.ones_like(zero[:, 0]) if gauge is None else gauge.reshape(-1)
+    negative = torch.zeros_like(lowest, dtype=torch.bool)
     if bool((lowest < 0).any()) or bool(unsolved.any()):
-        least = space.least().to(rows.dtype) * (1.0 if gauge is None else gauge.reshape(-1))
-        negative = least < -max(10.0, p**0.5) * eps * size.squeeze(-1) * (1.0 if gauge is None else gauge.reshape(-1))
-        if bool(negative.any()):
-            value = float(least.min())
-            if notes is not None:
-                notes.append(
-                    f"smallest eigenvalue at most {value:.3g}: regularization must grow by more than {-value:.3g}"
-                )
-            if not indefinite:
-                hit = unsolved & negative.unsqueeze(-1) & (status != Status.SINGULAR)
-                status = status.masked_fill(hit, int(Status.NEGATIVE_CURVATURE))
-    sizes = flat(size.expand_as(residual))
-    scale = None if gauge is None else flat(gauge.expand(-1, k, -1))
-    return judge(scaled, flat(best), flat(residual), sizes, flat(status), flat(iterations), tol, eps, scale)
+        least = space.least().to(rows.dtype)
+        negative = least < -max(10.0, p**0.5) * eps * size.squeeze(-1)
+    if bool(negative.any()):
+        value = float((least * scale).min())
+        if notes is not None:
+            notes.append(f"smallest eigenvalue at most {value:.3g}: regularization must grow by more than {-value:.3g}")
+        if not indefinite:
+            hit = unsolved & negative.unsqueeze(-1) & (status != Status.SINGULAR)
+            status = status.masked_fill(hit, int(Status.NEGATIVE_CURVATURE))
+    sizes, scales = flat(size.expand_as(residual)), flat(scale[:, None, None].expand(-1, k, -1))
+    raw = judge(scaled, flat(best), flat(residual), sizes, flat(status), flat(iterations), tol, eps, scales)
+    return raw, bool(negative.any())
 
 
 def _checked(

@@ -273,6 +273,13 @@ def test_cg_stops_where_rounding_stops_it():
     assert (info.iterations < 400).all()
     assert ((info.status == Status.STAGNATED) | info.converged).all()
     assert (info.status == Status.STAGNATED).any()
+    h, rng = spectral(0, 12, torch.logspace(-8, 0, 12).double())
+    info = solve("cg", h.float(), torch.randn(20, 12, generator=rng), tol=1e-12, max_iter=600).info
+    assert (info.status == Status.STAGNATED).any()
+    assert "symmetric" not in info.reason  # noise is not taken for that
+    assert info.iterations.median() < 400
+    h = torch.diag(torch.logspace(-9, 0, 20).double())  # products that are exact: nothing stops it
+    assert solve("cg", h, torch.ones(20).double(), tol=1e-12, max_iter=1000).info.residual <= 1e-12
     two = (1e-12 + torch.arange(12) % 2 * (1 + 1e-2 * torch.arange(12) / 12)).double()
     h, rng = spectral(12, 12, two)
     b = torch.randn(3, 12, generator=rng, dtype=torch.float64) @ h

@@ -368,6 +368,6 @@ def _told(
     least, error = min(found)
     enough = error - least + max(0.01 * abs(least), eps**0.5 * float(whole.max()))
     return (
-        f"smallest eigenvalue at most {least:.4g}: regularization must grow by more than {-least:.4g}; larger by "
-        f"{enough:.4g} would do, if that eigenvalue (to {error:.1g}) is the smallest"
+        f"negative curvature: smallest eigenvalue at most {least:.4g}: regularization must grow by more than "
+        f"{-least:.4g}; larger by {enough:.4g} would do, if that eigenvalue (to {error:.1g}) is the smallest"
     )

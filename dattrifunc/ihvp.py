@@ -723,7 +723,8 @@ def ihvp_at_x_lissa(
         argnums: which argument to differentiate, or a tuple for several at once.
         batch_size: samples per step, drawn without replacement inside a batch, independently from step to step. All
             right-hand sides share the batches; each repeat has its own.
-        num_repeat: independent repeats, averaged (run side by side).
+        num_repeat: independent repeats, averaged (run side by side). From two on, SolveInfo.standard_error tells how
+            far they differ.
         recursion_depth: steps of the recursion.
         damping: in [0, 1); see the fixed point.
         scaling: more than c / (2 - damping), c the largest curvature of any batch (above c / (1 - damping) for monotone

@@ -870,6 +870,82 @@ def test_lissa_slow_divergence_is_flagged(depth, factor):
     assert info.status == Status.DIVERGED
 
 
+def noisy(seed, p=4, n=12):
+    """Curvature of samples, and of their mean."""
+    rng = torch.Generator().manual_seed(seed)
+    samples = torch.stack([symmetric(rng, p, "spd") for _ in range(n)]) / 5
+    return samples, samples.mean(0), torch.randn(3, p, generator=rng, dtype=torch.float64)
+
+
+def test_lissa_tells_its_standard_error():
+    """Over many seeds, the error of the mean over repeats has the size that each run tells, and falls as 1/sqrt(R)."""
+    samples, mean, b = noisy(0)
+    exact = torch.linalg.solve(mean, b.T).T
+    told = {}
+    for repeats, seeds in ((4, 60), (16, 40), (64, 20)):
+        errors, variances = [], []
+        for seed in range(seeds):
+            u, info = solvers.lissa(
+                lambda v, index: v @ samples[index].mean(0), b, num_samples=12, batch_size=2, num_repeat=repeats,
+                recursion_depth=60, scaling=1.5, batched=True, generator=torch.Generator().manual_seed(seed),
+            )  # fmt: skip
+            assert info.standard_error.shape == (3,)
+            errors.append((u - exact).square().sum(-1))
+            variances.append((info.standard_error * torch.linalg.vector_norm(u, dim=-1)).square())
+        told[repeats] = torch.stack(variances).mean(0)
+        ratio = torch.stack(errors).mean(0) / told[repeats]
+        assert (ratio > 0.5).all()
+        assert (ratio < 1.8).all()
+    for repeats in (16, 64):
+        scaled = told[repeats] * repeats / (4 * told[4])
+        assert (scaled > 0.75).all()
+        assert (scaled < 1.33).all()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_standard_error_that_is_not_known_is_nan(batched):
+    samples, mean, b = noisy(1)
+    b = torch.cat([b, 0 * b[:1], b[:1] * torch.nan]) if batched else b[0]
+    knobs = {"num_samples": 12, "batch_size": 2, "recursion_depth": 30, "batched": batched}
+
+    def run(**more):
+        f = lambda v, index: v @ samples[index].mean(0)  # noqa: E731
+        return solvers.lissa(f, b, **{**knobs, "scaling": 1.5, **more}).info.standard_error
+
+    error = run(num_repeat=3)
+    assert error.shape == b.shape[:-1]
+    assert error.isfinite().tolist() == ([True] * 4 + [False] if batched else True)
+    assert not batched or error[3] == 0
+    for unknown in (run(num_repeat=1), run(num_repeat=3, scaling=0.01), run(num_repeat=3, batch_size=12)):
+        assert (unknown.isnan() | (unknown == 0)).all()
+        assert unknown.isnan().any()
+    for name in ("cg", "minres", "explicit"):
+        assert solve(name, mean, b).info.standard_error.isnan().all()
+    vector = noisy(1)[2]
+
+    def through(v):
+        return solvers.lissa(
+            lambda v, index: v @ samples[index].mean(0), v, num_samples=12, num_repeat=4, scaling=1.5,
+            recursion_depth=20, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+
+    one = torch.stack([through(v).info.standard_error for v in vector])
+    assert (one > 0).all()
+    torch.testing.assert_close(torch.func.vmap(lambda v: through(v).info.standard_error)(vector), one)
+    _, slope = torch.func.jvp(lambda v: through(v).value, (vector[0],), (vector[1],))
+    torch.testing.assert_close(slope, through(vector[1]).value)
+    torch.func.grad(lambda v: through(v).value.sum())(vector[0])
+
+
+def test_info_can_be_made_by_hand():
+    """Four facts in order; the rest by name."""
+    facts = torch.tensor([True]), torch.tensor([0]), torch.tensor([3]), torch.tensor([1e-9])
+    info = solvers.SolveInfo(*facts, method="mine", reason="none")
+    assert (info.method, info.reason) == ("mine", "none")
+    assert info.standard_error.shape == (1,)
+    assert info.standard_error.isnan().all()
+
+
 def test_same_seed_same_bits():
     x = torch.rand(20, generator=torch.Generator().manual_seed(5))
     state = torch.get_rng_state()
@@ -943,7 +1019,7 @@ def test_info_reads_well():
     assert texts[1].startswith("non-finite")
     assert len(solve("cg", D124, V124).info.messages()) == 1
     leaves, spec = torch.utils._pytree.tree_flatten(info)
-    assert len(leaves) == 4
+    assert len(leaves) == 5
     again = torch.utils._pytree.tree_unflatten(leaves, spec)
     assert again.method == "cg"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -58,11 +57,11 @@ def cg_rows(
     failures = torch.zeros_like(iterations)  # restarts that brought little
     gauge: torch.Tensor | None = None  # [k, *B, 1]: the iteration runs on A / gauge
     unfit, step = torch.zeros_like(active), 0  # rows on which M is not positive definite
-    watch, runs = Watch(b.shape[-1], eps, rr), list[list[Step]]()
+    watch, runs = Watch(b.shape[-1], eps, rr), list[Steps]()
     halted: tuple[torch.Tensor, torch.Tensor] | None = None  # p and A p where p'A p vanishes, |p| = 1
     while True:
         watch.begin(step, rr)
-        runs.append([])
+        runs.append(Steps(rr))
         if near is not None:
             unfit |= active & near.wrong
             active = active & ~unfit
@@ -83,7 +82,7 @@ def cg_rows(
             iterations += active
             watch.compare(p, ap, largest)
             if near is None:
-                runs[-1].append(Step(pap, rr, active))
+                runs[-1].append(pap, rr, active)
             sound = (pap > work * (pp * aa).sqrt()) & (growth > (4 * eps) ** 2 * largest)
             if not bool((sound | ~active).all()):
                 broken = active & ~aa.isfinite()
@@ -152,7 +151,7 @@ def cg_rows(
             least, error = _beyond(matvec, *halted, gauge)
             lowest, spread = torch.where(least < lowest, torch.stack([least, error]), torch.stack([lowest, spread]))
         for run in runs:
-            run.append(Step(rr, rr, torch.zeros_like(active)))
+            run.append(rr, rr, torch.zeros_like(active))
         notes.append(_told(runs, lowest, spread, size, negative, gauge, eps))
     return judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)
 
@@ -266,15 +265,33 @@ class Watch:
 # the smallest eigenvalue
 
 
-class Step(NamedTuple):
-    """What a step leaves for the Lanczos matrix: p'A p, and |r|^2 before it; which rows took it."""
+class Steps:
+    """What the steps of a run leave for the Lanczos matrix; in one block, so that memory stays whole.
 
-    curvature: torch.Tensor
-    square: torch.Tensor
-    active: torch.Tensor
+    Attributes:
+        count: how many there are.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._block = like.new_zeros(32, 3, *like.shape)
+        self.count = 0
+
+    def append(self, curvature: torch.Tensor, square: torch.Tensor, active: torch.Tensor) -> None:
+        """Add a step: p'A p, and |r|^2 before it; which rows took it."""
+        if self.count == len(self._block):
+            self._block = torch.cat([self._block, torch.zeros_like(self._block)])
+        place = self._block[self.count]
+        for i, value in enumerate((curvature, square, active)):
+            place[i].copy_(value)
+        self.count += 1
+
+    def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the three for some rows (a mask), [n, count] each."""
+        curvature, square, active = (self._block[: self.count, i][:, rows].mT.double() for i in range(3))
+        return curvature, square, active.bool()
 
 
-def least_eigenvalue(run: list[Step], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def least_eigenvalue(run: Steps, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the smallest Ritz value of one run of CG for each of these rows (a mask, n true), and an error bound.
 
     With alpha = |r|^2 / p'Ap and beta = |r_next|^2 / |r|^2, A on the Krylov space of r is tridiagonal in the basis of
@@ -291,9 +308,8 @@ def least_eigenvalue(run: list[Step], rows: torch.Tensor) -> tuple[torch.Tensor,
 
     Source: Golub and Van Loan (2013), Matrix Computations, 4th edition, section 11.3.
     """
-    curvature, square = (torch.stack([step[i][rows] for step in run], -1).double() for i in (0, 1))
-    taken = torch.stack([step.active[rows] for step in run], -1) & curvature.isfinite()
-    taken = taken.cumprod(-1).bool()  # [n, m + 1]
+    curvature, square, active = run.of(rows)
+    taken = (active & curvature.isfinite()).cumprod(-1).bool()  # [n, m + 1]
     pace = torch.where(taken, curvature / square, 0.0)  # 1 / alpha
     beta = torch.where(taken[:, :-1], square[:, 1:] / square[:, :-1], 0.0)
     beside = beta.sqrt() * pace[:, :-1].abs()
@@ -334,7 +350,7 @@ def _beyond(
 
 
 def _told(
-    runs: list[list[Step]],
+    runs: list[Steps],
     lowest: torch.Tensor,
     spread: torch.Tensor,
     size: torch.Tensor,
@@ -356,7 +372,7 @@ def _told(
     scale = (torch.ones_like(lowest) if gauge is None else gauge.squeeze(-1)).double()
     bounds, errors, whole = ((value * scale)[negative] for value in (lowest, spread, size))
     found = [(float(bounds[i]), float(errors[i])) for i in [int(bounds.argmin())]]
-    longest = max(map(len, runs))
+    longest = max(run.count for run in runs)
     if longest > 1:
         # The rows with the lowest bounds; one where the matrices are large.
         few = bounds.argsort()[: max(1, min(8, (300 // longest) ** 2))]

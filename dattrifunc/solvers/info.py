@@ -91,7 +91,8 @@ def _flatten(info: SolveInfo) -> tuple[list[Any], tuple[str, str]]:
 
 
 def _unflatten(children: Any, context: tuple[str, str]) -> SolveInfo:
-    return SolveInfo(*children, *context)
+    converged, status, iterations, residual, error = children
+    return SolveInfo(converged, status, iterations, residual, error, *context)
 
 
 torch_pytree.register_pytree_node(SolveInfo, _flatten, _unflatten)

@@ -494,7 +494,8 @@ def ihvp_at_x_cg(
         DtypeError: a differentiated leaf is not floating point.
 
     Warns:
-        ConvergenceWarning: some right-hand side missed ``tol``; says whether curvature <= 0 was met.
+        ConvergenceWarning: some right-hand side missed ``tol``. Where curvature <= 0 was met: says how small the
+            smallest eigenvalue is, and the lambda that would do.
 
     Source: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044. Differs: (1) right-hand sides are normalised first,
     so the solve scales with v; (2) one mask entry per right-hand side; (3) the true residual decides, with restarts.

@@ -2,7 +2,7 @@
 
 from . import solvers
 from .attribution import influence, scores, self_scores, top_k
-from .errors import ConvergenceWarning, DtypeError, StructureError
+from .errors import ConvergenceWarning, DtypeError, NonFiniteWarning, StructureError
 from .ihvp import (
     ihvp_at_x_auto,
     ihvp_at_x_cg,
@@ -30,6 +30,7 @@ __all__ = [
     "ConvergenceWarning",
     "DtypeError",
     "Layout",
+    "NonFiniteWarning",
     "RowStore",
     "SolveInfo",
     "SolveResult",

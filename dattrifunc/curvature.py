@@ -6,10 +6,14 @@ tensors. ``Curvature`` batches it over vectors, lifts it over the vmaps that x w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import math
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +21,7 @@ import torch
 
 from . import implicit
 from .autodiff import Map, Product, hessian, sandwich
-from .errors import DtypeError, StructureError, message, random_loss
+from .errors import DtypeError, NonFiniteWarning, StructureError, message, random_loss
 from .losses import CompositeLoss
 from .operators import corrected
 from .samples import Runner, Samples, check_in_dims, gradient_blocks, samples_of
@@ -169,7 +173,9 @@ class Curvature(implicit.System):
 
         def product(*vectors: torch.Tensor) -> Leaves:
             argument, fix = "product(func, x)(v)", "return a tree of tensors with the structure and shapes of v"
-            out = flatten_like(self.layout.spec, bound(self.layout.build(vectors)), argument, fix)
+            with _unwatched():
+                given = bound(self.layout.build(vectors))
+            out = flatten_like(self.layout.spec, given, argument, fix)
             for value, like, name in zip(out, vectors, self.layout.names, strict=True):
                 shape = getattr(value, "shape", None)
                 if shape != like.shape:
@@ -455,6 +461,42 @@ class Unchanged:
                 raise RuntimeError(message("x", expected, f"{got} in place", fix))
 
 
+_quiet = threading.local()
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Leave it to the solver that calls somebody else's product to say that it is not finite."""
+    before = getattr(_quiet, "on", False)
+    _quiet.on = True
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
+def warn_not_finite(point: Point, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Warn once if a product ``out`` of finite rows [k, p] holds NaN or inf; silent inside transforms and solvers."""
+    if getattr(_quiet, "on", False) or implicit.transforms_active() or not is_plain(out):
+        return
+    out = out.detach()
+    if math.isfinite(out.sum()):  # NaN and inf do not leave a sum; it may overflow by itself, and then we look closer
+        return
+    wrong = ~out.isfinite() & rows.detach().isfinite().all(-1, keepdim=True)
+    if not bool(wrong.any()):
+        return
+    columns, layout = wrong.any(0), point.layout
+    spans = zip(layout.names, layout.offsets, layout.sizes, strict=True)
+    names = [repr(name) if name else "v" for name, start, size in spans if bool(columns[start : start + size].any())]
+    got = f"NaN or inf for {int(wrong.any(-1).sum())} of {len(rows)} vectors, in {', '.join(names)}"
+    fix = (
+        "look for norm(0), sqrt(0) or log(0), whose curvature is infinite, and for overflow in func; write a squared "
+        "norm as the sum of squares"
+    )
+    expected = "a finite product (v is finite)"
+    warnings.warn(message("func", expected, got, fix), NonFiniteWarning, stacklevel=3)
+
+
 class BoundProduct:
     """A product with x bound: ``f(v)``, for one vector or k of them.
 
@@ -478,7 +520,9 @@ class BoundProduct:
     def __call__(self, v: Tree) -> Tree:
         """Return the product with v, in v's shapes."""
         rows, single = self.point.rows(v)
-        return self.point.tree(self.rows(rows), single)
+        out = self.rows(rows)
+        warn_not_finite(self.point, rows, out)
+        return self.point.tree(out, single)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

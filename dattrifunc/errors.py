@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ConvergenceWarning", "DtypeError", "StructureError", "message", "random_loss"]
+__all__ = ["ConvergenceWarning", "DtypeError", "NonFiniteWarning", "StructureError", "message", "random_loss"]
 
 
 class StructureError(ValueError):
@@ -15,6 +15,10 @@ class DtypeError(ValueError):
 
 class ConvergenceWarning(UserWarning):
     """Some right-hand side was not solved to its tolerance; the message says which, why and what to change."""
+
+
+class NonFiniteWarning(RuntimeWarning):
+    """A curvature product with a finite vector holds NaN or inf; the message says where, why and what to change."""
 
 
 def message(argument: str, expected: str, got: str, fix: str) -> str:

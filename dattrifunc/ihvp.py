@@ -504,7 +504,8 @@ def ihvp_at_x_cg(
         DtypeError: a differentiated leaf is not floating point.
 
     Warns:
-        ConvergenceWarning: some right-hand side missed ``tol``; says whether curvature <= 0 was met.
+        ConvergenceWarning: some right-hand side missed ``tol``. Where curvature <= 0 was met: says how small the
+            smallest eigenvalue is, and the lambda that would do.
 
     Source: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044. Differs: (1) right-hand sides are normalised first,
     so the solve scales with v; (2) one mask entry per right-hand side; (3) the true residual decides, with restarts.
@@ -1025,7 +1026,8 @@ def ihvp_at_x_lissa(
         argnums: which argument to differentiate, or a tuple for several at once.
         batch_size: samples per step, drawn without replacement inside a batch, independently from step to step. All
             right-hand sides share the batches; each repeat has its own.
-        num_repeat: independent repeats, averaged (run side by side).
+        num_repeat: independent repeats, averaged (run side by side). From two on, SolveInfo.standard_error tells how
+            far they differ.
         recursion_depth: steps of the recursion.
         damping: in [0, 1); see the fixed point.
         scaling: more than c / (2 - damping), c the largest curvature of any batch (above c / (1 - damping) for monotone

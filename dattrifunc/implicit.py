@@ -54,13 +54,22 @@ eager = _disable_dynamo
 
 
 class Raw(NamedTuple):
-    """What a map returns on rows [k, *B, p]: the answer, and for solves one entry per row of what became of it."""
+    """What a solve returns on rows [k, *B, p]: the answer, and one entry per row of what became of it.
+
+    ``standard_error`` None stands for NaN: not known.
+    """
 
     value: torch.Tensor
     converged: torch.Tensor
     status: torch.Tensor
     iterations: torch.Tensor
     residual: torch.Tensor
+    standard_error: torch.Tensor | None = None
+
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """Return all fields as tensors."""
+        unknown = torch.full_like(self.residual, torch.nan)
+        return tuple(unknown if field is None else field for field in self)
 
 
 class Level(NamedTuple):
@@ -125,19 +134,20 @@ class System:
             return (self.matvec(tensors)(rows),)
         assert self.solve is not None
         self.notes.quiet = self.quiet
-        return tuple(self.solve(self, tensors)(rows))
+        return self.solve(self, tensors)(rows).outputs()
 
 
 @dataclass(frozen=True)
 class Held(System):
     """A system whose tensors were bound: ``run`` holds everything that depends on them."""
 
-    run: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = field(default=lambda rows: (rows,))
+    run: Callable[[torch.Tensor], Raw | tuple[torch.Tensor, ...]] = field(default=lambda rows: (rows,))
 
     def forward(self, rows: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, ...]:  # noqa: ARG002
         """Return the held map's value."""
         self.notes.quiet = self.quiet
-        return self.run(rows)
+        out = self.run(rows)
+        return out.outputs() if isinstance(out, Raw) else out
 
 
 def shifted(product: Matvec, shift: float) -> Matvec:
@@ -179,6 +189,7 @@ class _Linear(torch.autograd.Function):
         system, rows, *tensors = inputs
         value, *facts = output
         ctx.system = system
+        ctx.facts = len(facts)
         ctx.mark_non_differentiable(*facts)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(value if system.inverse else rows, *tensors)
@@ -223,7 +234,7 @@ class _Linear(torch.autograd.Function):
             value = _total(direct, change)
         if value is None:
             value = torch.zeros_like(at)
-        return (value, None, None, None, None) if system.inverse else (value,)
+        return (value, *(None,) * ctx.facts)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], system: System, rows: torch.Tensor, *tensors: torch.Tensor) -> Any:

@@ -24,6 +24,7 @@ from .curvature import (
     check_func,
     check_product_knobs,
     curvature,
+    warn_not_finite,
 )
 from .errors import DtypeError, StructureError, message
 from .losses import CompositeLoss
@@ -100,7 +101,9 @@ def unbound(
             **samples,
         )
         rows, single = system.point.rows(v)
-        return system.point.tree(implicit.apply(system, rows, tensors)[0], single)
+        out = implicit.apply(system, rows, tensors)[0]
+        warn_not_finite(system.point, rows, out)
+        return system.point.tree(out, single)
 
     return at
 
@@ -135,6 +138,14 @@ def hvp_at_x(
         StructureError: v does not match x[argnums] (both structures are printed), or func returns no scalar.
         DtypeError: a differentiated leaf is not floating point, or v is wider than its parameter.
         ValueError: func draws random numbers, so that it has no one Hessian.
+
+    Warns:
+        NonFiniteWarning: the product with a finite v holds NaN or inf; once per call, names the leaves. A v that is not
+            finite gives NaN without a word, and nothing is said inside a torch.func transform.
+
+    What autodiff sees is what is differentiated. A tensor that func detaches is a constant in both modes. A block under
+    ``torch.no_grad`` is a constant in "rev-rev", but forward mode goes through it: with c = t**2 made there and loss
+    c t, the product with 1 is 0 in "rev-rev" and 2 t in "rev-fwd". Use ``detach`` for what is meant as a constant.
 
     Source: Pearlmutter (1994), Fast exact multiplication by the Hessian, doi:10.1162/neco.1994.6.1.147.
 
@@ -198,6 +209,9 @@ def ggnvp_at_x(
         StructureError: v does not match x[argnums], or outer returns no scalar.
         DtypeError: a differentiated leaf, or an output of inner, is not floating point.
         ValueError: argnums names a target, or loss draws random numbers.
+
+    Warns:
+        NonFiniteWarning: as ``hvp_at_x``.
 
     Source: Schraudolph (2002), Fast curvature matrix-vector products, doi:10.1162/08997660260028683. The equality with
     the Fisher matrix: Martens (2020), New insights and perspectives on the natural gradient method, arXiv:1412.1193.
@@ -270,6 +284,7 @@ def fvp_at_x(
 
     Warns:
         UserWarning: vmap cannot go through func, so a loop over the samples was used; names the operator or the reason.
+        NonFiniteWarning: as ``hvp_at_x``.
 
     Source: Kunstner, Balles and Hennig (2019), Limitations of the empirical Fisher approximation for natural gradient
     descent, arXiv:1905.12558.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -290,6 +292,70 @@ def test_lissa_seeds(form):
     assert (error < 4).all()
     many = run(0, repeats=400, k=1)[0]
     assert ((many - full).abs() < 4 * singles.std(0) / 400**0.5).all()
+
+
+def resident():
+    """Bytes of memory that this process holds."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.fault("F17")
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("solver", ["lissa", "cg"])
+def test_memory_is_flat_in_depth(solver, form):
+    """The estimate kept its graph, so that memory grew with depth: flat, for parameters that require grad as well."""
+    p, peaks = 100_000, {}
+    t, v = torch.nn.Parameter(torch.linspace(1, 2, p)), torch.ones(p)
+    hidden, seen = [torch.nn.Parameter(torch.ones(p))], []
+
+    def product(func, x, argnums=0, mode="rev-rev", regularization=0.0, *, chunk_size=None):
+        inner = hvp_at_x(func, x, argnums, mode, regularization, chunk_size=chunk_size)
+
+        def f(v):
+            seen.append(resident())
+            return inner(v) * hidden[0].clone()
+
+        return f
+
+    for depth in (10, 30, 200):
+        seen.clear()
+        knobs = {"scaling": 3000.0, "recursion_depth": depth} if solver == "lissa" else {"max_iter": depth, "tol": 0.0}
+        scale = torch.linspace(1, 1000, p)
+        f = make(solver, form, lambda t, s=scale: (s * t**2).sum(), t, product=product, has_aux=True, **knobs)
+        u, info = f(v)
+        assert info.iterations == depth
+        assert u.requires_grad == (form == "unbound")
+        peaks[depth] = max(seen)
+    assert peaks[200] - peaks[30] < 100 * p  # 400 kB a vector: a graph keeps hundreds of them
+    with torch.no_grad():
+        assert not f(v)[0].requires_grad
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_inverse_of_a_total_is_no_sum_of_inverses(solver, form):
+    """Inverses of batches were added up (1.333 here): curvature is added up first, 1 / (1 + 3) or 1 / ((1 + 3) / 2)."""
+    one, batches = torch.tensor(1.0), [torch.tensor([1.0]), torch.tensor([3.0])]
+
+    def summed(t, batches):
+        return sum((0.5 * h * t**2).mean() for h in batches)
+
+    knobs = {"scaling": 5.0} if solver == "lissa" else {}
+    u = make(solver, form, summed, one, batches, **knobs)(one)
+    torch.testing.assert_close(u, torch.tensor(0.25))
+    u = make(solver, form, lambda t, batches: summed(t, batches) / 2, one, batches, **knobs)(one)
+    torch.testing.assert_close(u, torch.tensor(0.5))
+    if solver == "lissa":  # one batch a step, drawn
+        f = make(
+            solver, form, lambda t, h: 0.5 * (h * t**2).mean(), one, torch.tensor([1.0, 3.0]), scaling=5.0,
+            recursion_depth=60, num_repeat=400, generator=torch.Generator().manual_seed(0), has_aux=True,
+        )  # fmt: skip
+        u, info = f(one)
+        assert 0 < info.standard_error < 0.1
+        assert abs(u - 0.5) < 4 * info.standard_error * u
 
 
 def test_lissa_axes_of_samples():

@@ -19,8 +19,21 @@ from hypothesis import strategies as st
 from strategies import flat, leaves, nonquadratics, quadratics, rebuild, reorder, row, unflat
 from torch.testing import assert_close
 from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dattrifunc import hessian_matrix, hvp, hvp_at_x
+from dattrifunc import (
+    CompositeLoss,
+    NonFiniteWarning,
+    fvp,
+    fvp_at_x,
+    ggnvp,
+    ggnvp_at_x,
+    hessian_matrix,
+    hvp,
+    hvp_at_x,
+    ihvp_at_x_cg,
+    ihvp_at_x_explicit,
+)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -407,6 +420,132 @@ def test_layer_norm_is_exact(form, mode):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # known faults
+
+
+class Pushed(TorchDispatchMode):
+    """Watch how many vectors are pushed at once: the largest [k, width], or [width, k], of any operator, but [., p]."""
+
+    def __init__(self, width, p):
+        super().__init__()
+        self.width, self.p, self.most = width, p, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch_pytree.tree_leaves(out):
+            shape = tensor.shape if isinstance(tensor, torch.Tensor) else ()
+            if self.width in shape and self.p not in shape:
+                self.most = max(self.most, tensor.numel() // self.width)
+        return out
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.fault("F26")
+def test_chunks_bound_what_is_pushed_at_once(mode):
+    """F26: all vectors went through autodiff at once. Right: values equal, the peak falls as the chunk does."""
+    p, k, width = 2000, 512, 37
+    w, x = normal(p) / p**0.5, normal(width, p, seed=1)
+    v = normal(k, p, seed=2)
+
+    def loss(w, x):
+        return torch.tanh(x @ w).square().sum()
+
+    seen, outs = {}, {}
+    for chunk in (None, 64, 1):
+        f = hvp_at_x(loss, (w, x), mode=mode, chunk_size=chunk)
+        with Pushed(width, p) as pushed:
+            outs[chunk] = f(v)
+        seen[chunk] = pushed.most
+        assert_close(outs[chunk], outs[None])
+    assert seen == {None: k, 64: 64, 1: 1}
+    w, x = w[:50].clone(), x[:, :50].clone()
+    with Pushed(width, 50) as pushed:
+        matrix = ihvp_at_x_explicit(loss, w, x, mode=mode, chunk_size=8, regularization=1.0).matrix
+    assert pushed.most == 8
+    assert_close(matrix, ihvp_at_x_explicit(loss, w, x, mode=mode, regularization=1.0).matrix)
+
+
+@every
+@pytest.mark.fault("F30")
+def test_a_no_grad_block_in_the_loss(form, mode):
+    """F30: a no_grad block stops reverse mode, not forward mode. Right: documented; detach is the same in both."""
+    t, v = torch.tensor([1.0, 2.0]), torch.ones(2)
+
+    def blocked(t):
+        with torch.no_grad():
+            c = t**2
+        return (c * t).sum()
+
+    assert_close(form(blocked, (t,), mode=mode)(v), torch.zeros(2) if mode == "rev-rev" else torch.tensor([2.0, 4.0]))
+    assert_close(form(lambda t: ((t**2).detach() * t).sum(), (t,), mode=mode)(v), torch.zeros(2))
+    assert "torch.no_grad" in hvp_at_x.__doc__
+
+
+@every
+@pytest.mark.fault("F31")
+def test_a_straight_through_estimator(form, mode):
+    """F31: detach with second order. Right: (-0.5159, -0.6720) in both modes."""
+    t = torch.tensor([0.6, 1.4])
+
+    def loss(t):
+        return (torch.tanh(t) + (torch.round(t) - torch.tanh(t)).detach()).square().sum()
+
+    assert_close(form(loss, (t,), mode=mode)(torch.ones(2)), torch.tensor([-0.5159, -0.6720]), rtol=0, atol=5e-5)
+
+
+def squared_norm(p):
+    return torch.linalg.vector_norm(p["t"]) ** 2 + (p["u"] ** 2).sum()
+
+
+AT_ZERO = {"t": torch.zeros(3), "u": torch.ones(2)}
+SQUARE = CompositeLoss(lambda p, x: torch.stack([torch.linalg.vector_norm(p["t"]), p["u"].sum()]) * x, lambda z: z @ z)
+SAMPLES = {"in_dims": (None, 0)}
+NOT_FINITE = {
+    "hvp_at_x": lambda: hvp_at_x(squared_norm, (AT_ZERO,)),
+    "hvp": lambda: lambda v: hvp(squared_norm)((AT_ZERO,), v),
+    "ggnvp_at_x": lambda: ggnvp_at_x(SQUARE, (AT_ZERO, torch.inf)),
+    "ggnvp": lambda: lambda v: ggnvp(SQUARE)((AT_ZERO, torch.inf), v),
+    "fvp_at_x": lambda: fvp_at_x(
+        lambda p, x: x * p["t"].sqrt().sum() + p["u"].sum(), (AT_ZERO, torch.ones(4)), **SAMPLES
+    ),
+    "fvp": lambda: (
+        lambda v: fvp(lambda p, x: x * p["t"].sqrt().sum() + p["u"].sum(), **SAMPLES)((AT_ZERO, torch.ones(4)), v)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+@pytest.mark.fault("F32")
+def test_a_product_that_is_not_finite_is_flagged(name):
+    """F32: the product of norm(t)^2 at 0 was NaN without a word. Right: flagged, with the leaves and what to write."""
+    v = {"t": torch.ones(2, 3), "u": torch.ones(2, 2)}
+    with pytest.warns(
+        NonFiniteWarning, match=r"func: .* got NaN or inf for 2 of 2 vectors, in 't'.* sum of squares"
+    ) as seen:
+        out = NOT_FINITE[name]()(v)
+    assert len(seen) == 1
+    assert not out["t"].isfinite().all()
+
+
+@every
+@pytest.mark.fault("F32")
+def test_what_is_not_flagged(form, mode, recwarn):
+    """Vectors that are not finite themselves, huge products that are finite, products inside transforms and solvers."""
+    x = torch.tensor([1.0, 2.0])
+    v = torch.stack([x, x * torch.nan, x])
+    out = form(lambda t: t.pow(3).sum(), (x,), mode=mode)(v)
+    assert out.isnan().any(1).tolist() == [False, True, False]
+    big = torch.full((3,), 1.5e38)
+    assert_close(form(lambda t: t.square().sum() / 2, (big,), mode=mode)(big), big)  # its sum is inf
+    torch.func.vmap(form(lambda p: squared_norm(p), (AT_ZERO,), mode=mode))(
+        {"t": torch.ones(2, 3), "u": torch.ones(2, 2)}
+    )
+
+    def mine(func, x, argnums=0, mode="rev-rev", regularization=0.0, *, chunk_size=None):
+        return form(func, x, argnums, mode, regularization, chunk_size=chunk_size)
+
+    ones = {"t": torch.ones(3), "u": torch.ones(2)}
+    assert ihvp_at_x_cg(squared_norm, AT_ZERO, mode=mode, product=mine, has_aux=True)(ones)[1].status != 0
+    assert not recwarn.list
 
 
 @every

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import flat, quadratics, row, symmetric, unflat
 
@@ -151,6 +153,157 @@ def test_cg_on_indefinite_curvature():
     u, info = solve("cg", torch.diag(torch.tensor([3.0, -2.0, 0.5])), torch.tensor([1.0, 2.0, 1.0]), max_iter=2)
     assert info.status == Status.NEGATIVE_CURVATURE
     assert "regularization must grow by more than" in info.reason
+
+
+def told_eigenvalue(reason):
+    """The bound of the smallest eigenvalue, and the lambda that would do, as the reason of CG has them."""
+    number = r"(-?[0-9.]+(?:e[+-]?\d+)?)"
+    found = re.search(
+        rf"smallest eigenvalue at most {number}: .* grow by more than {number}; larger by {number}", reason
+    )
+    least, more, enough = map(float, found.groups())
+    assert least == -more < 0
+    return least, enough
+
+
+@pytest.mark.fault("F3")
+@given(st.integers(2, 40), st.integers(0, 2**31), st.sampled_from([1e-25, 1.0, 1e25]), st.integers(1, 3))
+def test_cg_tells_the_smallest_eigenvalue(p, seed, scale, k):
+    """Not curvature along one direction, which is far above it: the lambda told makes the matrix positive definite."""
+    values = torch.linspace(-0.3, 3, p, dtype=torch.float64)
+    h, rng = spectral(seed, p, values)
+    b = torch.randn(k, p, generator=rng, dtype=torch.float64)
+    b[-1] *= 0.5 ** torch.arange(p)
+    for dtype, slack in ((torch.float64, 1e-3), (torch.float32, 1e-2)):
+        matrix = (h * scale).to(dtype)
+        info = solve("cg", matrix, b.to(dtype), tol=1e-10, max_iter=3 * p).info
+        least, enough = told_eigenvalue(info.reason)
+        assert abs(least / scale + 0.3) < slack
+        assert 0.3 < enough / scale < 0.4
+        info = solve("cg", matrix + enough * torch.eye(p, dtype=dtype), b.to(dtype), tol=1e-4).info
+        assert (info.status == 0).all()
+        assert not info.reason
+        near = solve("cg", matrix, b.to(dtype), max_iter=3 * p, preconditioner="jacobi").info
+        assert told_eigenvalue(near.reason)[0] / scale >= -0.3 - slack
+
+
+@given(st.integers(3, 12), st.integers(1, 4), st.integers(0, 2**31), st.booleans())
+def test_cg_s_estimate_is_the_smallest_ritz_value(p, steps, seed, negative):
+    """The coefficients of a row give its Krylov space's smallest eigenvalue, by dense algebra on that space."""
+    values = torch.linspace(-1, 2, p, dtype=torch.float64) - 1.5 * negative
+    h, rng = spectral(seed, p, values)
+    b = torch.randn(2, p, generator=rng, dtype=torch.float64)
+    info = solve("cg", h, b, max_iter=steps, tol=0).info
+    powers = [torch.linalg.matrix_power(h, j) for j in range(min(steps, p))]
+    bases = [torch.linalg.qr(torch.stack([power @ one for power in powers], 1)).Q for one in b]
+    want = min(float(torch.linalg.eigvalsh(q.T @ h @ q)[0]) for q in bases)
+    if (info.status == Status.NEGATIVE_CURVATURE).all():
+        assert abs(told_eigenvalue(info.reason)[0] - want) < 1e-3 * abs(want)
+
+
+def test_cg_s_estimate_survives_restarts():
+    """Each run from a true residual is a Krylov space of its own: run together they would give any number."""
+    h, rng = spectral(0, 30, torch.cat([torch.tensor([-1e-3]), torch.logspace(-7, 0, 29)]).double())
+    b = torch.randn(2, 30, generator=rng, dtype=torch.float64)
+    seen = []
+    info = solve("cg", h.float(), b.float(), tol=1e-6, max_iter=2000, callback=lambda _, r: seen.append(r)).info
+    assert (torch.stack(seen)[1:] > 30 * torch.stack(seen)[:-1]).any()  # a restart
+    assert -1.02e-3 < told_eigenvalue(info.reason)[0] < -0.98e-3
+
+
+def plain_cg(h, b, tol, max_iter):
+    """Conjugate gradients as in a textbook: u and the steps taken."""
+    u, r, p = torch.zeros_like(b), b.clone(), b.clone()
+    for step in range(max_iter):
+        if r.norm() <= tol * b.norm():
+            return u, step
+        hp = h @ p
+        alpha = (r @ r) / (p @ hp)
+        u, left = u + alpha * p, r - alpha * hp
+        p, r = left + (left @ left) / (r @ r) * p, left
+    return u, max_iter
+
+
+@settings(max_examples=30)
+@given(
+    p=st.integers(2, 80),
+    seed=st.integers(0, 2**31),
+    decades=st.floats(0, 11),
+    kind=st.sampled_from(["log", "even", "two", "hilbert", "diagonal"]),
+    smooth=st.booleans(),
+    tol=st.sampled_from([1e-7, 1e-10]),
+)
+def test_cg_is_patient(p, seed, decades, kind, smooth, tol):
+    """Residuals may rise and stay for long: what textbook CG solves is solved, in as many steps and a look or two."""
+    if kind == "hilbert":
+        p = min(p, 20)
+        h, rng = hilbert(p), torch.Generator().manual_seed(seed)
+    elif kind == "diagonal":  # products that are exact: what rounding allows elsewhere is no limit here
+        p = min(p, 30)
+        h, rng = torch.diag(torch.logspace(-decades, 0, p).double()), torch.Generator().manual_seed(seed)
+    else:
+        values = {
+            "log": torch.logspace(-decades, 0, p, dtype=torch.float64),
+            "even": torch.linspace(10**-decades, 1, p, dtype=torch.float64),
+            "two": torch.where(torch.arange(p) % 2 == 0, 10**-decades, 1.0).double() * torch.linspace(1, 1.01, p),
+        }[kind]
+        h, rng = spectral(seed, p, values.double())
+    b = torch.randn(p, generator=rng, dtype=torch.float64)
+    b = h @ b if smooth else b
+    u, steps = plain_cg(h, b, tol, 10 * p)
+    if torch.linalg.vector_norm(b - h @ u) <= tol * b.norm():
+        info = solve("cg", h, b, tol=tol).info
+        assert info.status == 0
+        assert info.residual <= 2 * tol
+        assert info.iterations <= 1.1 * steps + 3
+
+
+def test_cg_stops_where_rounding_stops_it():
+    """float32 at condition 1e8 and a tolerance out of reach: CG went on to max_iter, and away from what it had."""
+    h, rng = spectral(0, 60, torch.linspace(1e-8, 1, 60, dtype=torch.float64))
+    b = torch.randn(3, 60, generator=rng, dtype=torch.float64)
+    calls = []
+
+    def matvec(v):
+        calls.append(1)
+        return v @ h.float()
+
+    info = solvers.cg(matvec, (b @ h).float(), batched=True, tol=1e-12).info
+    assert (info.iterations < 250).all()
+    assert info.converged.all()  # to what rounding allows
+    assert (info.residual < 5e-6).all()
+    assert int(info.iterations.max()) < len(calls) <= 1.3 * int(info.iterations.max())  # looks are counted
+    info = solve("cg", h.float() + 1e-6 * torch.eye(60), b.float(), tol=1e-12).info
+    assert (info.iterations < 400).all()
+    assert ((info.status == Status.STAGNATED) | info.converged).all()
+    assert (info.status == Status.STAGNATED).any()
+    h, rng = spectral(0, 12, torch.logspace(-8, 0, 12).double())
+    info = solve("cg", h.float(), torch.randn(20, 12, generator=rng), tol=1e-12, max_iter=600).info
+    assert (info.status == Status.STAGNATED).any()
+    assert "symmetric" not in info.reason  # noise is not taken for that
+    assert info.iterations.median() < 400
+    h = torch.diag(torch.logspace(-9, 0, 20).double())  # products that are exact: nothing stops it
+    assert solve("cg", h, torch.ones(20).double(), tol=1e-12, max_iter=1000).info.residual <= 1e-12
+    two = (1e-12 + torch.arange(12) % 2 * (1 + 1e-2 * torch.arange(12) / 12)).double()
+    h, rng = spectral(12, 12, two)
+    b = torch.randn(3, 12, generator=rng, dtype=torch.float64) @ h
+    assert solve("cg", h.float(), b.float(), tol=1e-12).info.converged.all()
+
+
+@pytest.mark.parametrize("name", ["cg", "cg jacobi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cg_says_that_a_product_is_not_symmetric(name, dtype):
+    """It wandered to max_iter; now a product now and then finds out, and it stops. A symmetric one is never blamed."""
+    rng = torch.Generator().manual_seed(0)
+    noise, b = torch.randn(100, 100, generator=rng).to(dtype), torch.randn(3, 100, generator=rng).to(dtype)
+    knobs = {key: value for key, value in NAMES[name].items() if key != "tol"}
+    for h, twisted in ((noise, True), (noise + noise.T, False)):
+        matrix = 2 * torch.eye(100, dtype=dtype) + 0.1 * h
+        info = solvers.cg(lambda v, matrix=matrix: v @ matrix, b, batched=True, max_iter=1000, **knobs).info
+        assert ("is not symmetric" in info.reason) == twisted
+        if twisted:
+            assert (info.status == Status.STAGNATED).all()
+            assert (info.iterations < 400).all()
 
 
 @pytest.mark.fault("F4")
@@ -721,6 +874,82 @@ def test_lissa_slow_divergence_is_flagged(depth, factor):
     assert info.status == Status.DIVERGED
 
 
+def noisy(seed, p=4, n=12):
+    """Curvature of samples, and of their mean."""
+    rng = torch.Generator().manual_seed(seed)
+    samples = torch.stack([symmetric(rng, p, "spd") for _ in range(n)]) / 5
+    return samples, samples.mean(0), torch.randn(3, p, generator=rng, dtype=torch.float64)
+
+
+def test_lissa_tells_its_standard_error():
+    """Over many seeds, the error of the mean over repeats has the size that each run tells, and falls as 1/sqrt(R)."""
+    samples, mean, b = noisy(0)
+    exact = torch.linalg.solve(mean, b.T).T
+    told = {}
+    for repeats, seeds in ((4, 50), (16, 25), (64, 12)):
+        errors, variances = [], []
+        for seed in range(seeds):
+            u, info = solvers.lissa(
+                lambda v, index: v @ samples[index].mean(0), b, num_samples=12, batch_size=2, num_repeat=repeats,
+                recursion_depth=60, scaling=1.5, batched=True, generator=torch.Generator().manual_seed(seed),
+            )  # fmt: skip
+            assert info.standard_error.shape == (3,)
+            errors.append((u - exact).square().sum(-1))
+            variances.append((info.standard_error * torch.linalg.vector_norm(u, dim=-1)).square())
+        told[repeats] = torch.stack(variances).mean(0)
+        ratio = torch.stack(errors).mean(0) / told[repeats]
+        assert (ratio > 0.5).all()
+        assert (ratio < 1.8).all()
+    for repeats in (16, 64):
+        scaled = told[repeats] * repeats / (4 * told[4])
+        assert (scaled > 0.75).all()
+        assert (scaled < 1.33).all()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_standard_error_that_is_not_known_is_nan(batched):
+    samples, mean, b = noisy(1)
+    b = torch.cat([b, 0 * b[:1], b[:1] * torch.nan]) if batched else b[0]
+    knobs = {"num_samples": 12, "batch_size": 2, "recursion_depth": 30, "batched": batched}
+
+    def run(**more):
+        f = lambda v, index: v @ samples[index].mean(0)  # noqa: E731
+        return solvers.lissa(f, b, **{**knobs, "scaling": 1.5, **more}).info.standard_error
+
+    error = run(num_repeat=3)
+    assert error.shape == b.shape[:-1]
+    assert error.isfinite().tolist() == ([True] * 4 + [False] if batched else True)
+    assert not batched or error[3] == 0
+    for unknown in (run(num_repeat=1), run(num_repeat=3, scaling=0.01), run(num_repeat=3, batch_size=12)):
+        assert (unknown.isnan() | (unknown == 0)).all()
+        assert unknown.isnan().any()
+    for name in ("cg", "minres", "explicit"):
+        assert solve(name, mean, b).info.standard_error.isnan().all()
+    vector = noisy(1)[2]
+
+    def through(v):
+        return solvers.lissa(
+            lambda v, index: v @ samples[index].mean(0), v, num_samples=12, num_repeat=4, scaling=1.5,
+            recursion_depth=20, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+
+    one = torch.stack([through(v).info.standard_error for v in vector])
+    assert (one > 0).all()
+    torch.testing.assert_close(torch.func.vmap(lambda v: through(v).info.standard_error)(vector), one)
+    _, slope = torch.func.jvp(lambda v: through(v).value, (vector[0],), (vector[1],))
+    torch.testing.assert_close(slope, through(vector[1]).value)
+    torch.func.grad(lambda v: through(v).value.sum())(vector[0])
+
+
+def test_info_can_be_made_by_hand():
+    """Four facts in order; the rest by name."""
+    facts = torch.tensor([True]), torch.tensor([0]), torch.tensor([3]), torch.tensor([1e-9])
+    info = solvers.SolveInfo(*facts, method="mine", reason="none")
+    assert (info.method, info.reason) == ("mine", "none")
+    assert info.standard_error.shape == (1,)
+    assert info.standard_error.isnan().all()
+
+
 def test_same_seed_same_bits():
     x = torch.rand(20, generator=torch.Generator().manual_seed(5))
     state = torch.get_rng_state()
@@ -794,7 +1023,7 @@ def test_info_reads_well():
     assert texts[1].startswith("non-finite")
     assert len(solve("cg", D124, V124).info.messages()) == 1
     leaves, spec = torch.utils._pytree.tree_flatten(info)
-    assert len(leaves) == 4
+    assert len(leaves) == 5
     again = torch.utils._pytree.tree_unflatten(leaves, spec)
     assert again.method == "cg"
 

@@ -327,9 +327,8 @@ def auto_method(*, tol: float, max_iter: int | None) -> Method:
                 return raw
             problem.notes.method = "cg, then minres"
             again = minres_rows(matvec, rows[left], **knobs)
-            return implicit.Raw(
-                *(old.index_copy(0, left.nonzero()[:, 0], new) for old, new in zip(raw, again, strict=False))
-            )
+            pairs = zip(raw.outputs(), again.outputs(), strict=True)
+            return implicit.Raw(*(old.index_copy(0, left.nonzero()[:, 0], new) for old, new in pairs))
 
         return _judged(problem, "auto", tol, run, matvec)
 
@@ -502,8 +501,8 @@ def run(method: Method, system: Any, held: implicit.System, tensors: Leaves, v: 
     notes.start = None if method.start is None else _start(point, method.start, len(rows), single)
     value, *facts = implicit.apply(held, rows, tensors)
     fields = [fact.squeeze(0) for fact in facts] if single else facts
-    converged, status, iterations, residual = fields
-    info = SolveInfo(converged, status, iterations, residual, notes.method, "; ".join(notes.texts))
+    converged, status, iterations, residual, error = fields
+    info = SolveInfo(converged, status, iterations, residual, error, notes.method, "; ".join(notes.texts))
     return SolveResult(point.tree(value, single), info)
 
 
@@ -980,7 +979,7 @@ def lissa(
         batched: matvec and b carry the leading axis k.
         num_samples: how many samples there are to draw from; None = A itself in each step.
         batch_size: samples per step, without replacement.
-        num_repeat: independent repeats, averaged.
+        num_repeat: independent repeats, averaged; from two on, info.standard_error tells how far they differ.
         recursion_depth: steps T; for fixed A the error is (1 - A/scaling)^(T+1) u.
         damping: in [0, 1); see the equation above.
         scaling: larger than half the largest eigenvalue of any A_index; "auto" estimates it.

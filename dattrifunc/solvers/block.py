@@ -9,7 +9,7 @@ import torch
 
 from ..implicit import Raw
 from ..tree import Layout
-from .info import Status
+from .info import Status, told_indefinite
 from .krylov import outside, principal
 from .precondition import WRONG, Guarded, random_signs
 from .rows import Matvec, attainable, gauge_of, judge, leaves_at, normalise, start_at
@@ -281,9 +281,8 @@ def block_rows(
         least = space.least().to(rows.dtype)
         negative = least < -max(10.0, p**0.5) * eps * size.squeeze(-1)
     if bool(negative.any()):
-        value = float((least * scale).min())
         if notes is not None:
-            notes.append(f"smallest eigenvalue at most {value:.3g}: regularization must grow by more than {-value:.3g}")
+            notes.append(told_indefinite(float((least * scale).min())))
         if not indefinite:
             hit = unsolved & negative.unsqueeze(-1) & (status != Status.SINGULAR)
             status = status.masked_fill(hit, int(Status.NEGATIVE_CURVATURE))

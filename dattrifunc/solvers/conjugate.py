@@ -8,7 +8,7 @@ import torch
 
 from ..implicit import Raw
 from ..tree import Layout
-from .info import Status
+from .info import Status, told_indefinite
 from .precondition import WRONG, Guarded
 from .rows import Matvec, attainable, divide, gauge_of, judge, leaves_at, normalise, start_at
 
@@ -36,7 +36,8 @@ def cg_rows(
 
     Source: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044. Differs: (1) rows are normalised first; (2) one mask
     entry per row; (3) restarts on the true residual until it stops falling; (4) a row stops by the norm of its
-    residual, with a preconditioner as without.
+    residual, with a preconditioner as without; (5) a row that makes no progress any more stops, see ``Watch``; (6) on
+    negative curvature the steps taken tell the smallest eigenvalue, see ``least_eigenvalue``.
     """
     scaled = normalise(rows)
     b = scaled.unit
@@ -50,16 +51,28 @@ def cg_rows(
     iterations = torch.zeros(rr.shape, dtype=torch.int64, device=b.device)
     largest = torch.zeros_like(rr)  # of |A p|^2 / |p|^2: what A was seen to do
     lowest = torch.full_like(rr, torch.inf)  # of p'A p / p'p, where not positive
+    spread = torch.full_like(rr, torch.inf)  # |A p - lowest p| / |p|: how far the next eigenvalue is at most
     empty = torch.zeros(b.shape[-1], dtype=torch.bool, device=b.device)  # columns of the null vectors met
     residual, best = torch.full_like(rr, torch.inf), x
+    failures = torch.zeros_like(iterations)  # restarts that brought little
     gauge: torch.Tensor | None = None  # [k, *B, 1]: the iteration runs on A / gauge
     unfit, step = torch.zeros_like(active), 0  # rows on which M is not positive definite
+    watch, runs = Watch(b.shape[-1], eps, rr), list[Steps]()
+    halted: tuple[torch.Tensor, torch.Tensor] | None = None  # p and A p where p'A p vanishes, |p| = 1
     while True:
+        watch.begin(step, rr)
+        runs.append(Steps(rr))
         if near is not None:
             unfit |= active & near.wrong
             active = active & ~unfit
         while step < max_iter and bool(active.any()):
             step += 1
+            if watch.doubts(step, active, x, rr, largest, lowest):
+                iterations += active
+                true, active = watch.look(b, x, matvec(x) if gauge is None else matvec(x / gauge), rr, active)
+                if callback is not None:
+                    callback(step, torch.where(scaled.nonfinite, torch.nan, true))
+                continue
             ap = matvec(p) if gauge is None else matvec(p) / gauge
             if step == 1 and (gauge := gauge_of(divide(ap, torch.linalg.vector_norm(p, dim=-1)))) is not None:
                 ap, x = ap / gauge, x * gauge
@@ -67,13 +80,22 @@ def cg_rows(
             growth = aa / pp.clamp(min=tiny)
             largest = torch.maximum(largest, growth)
             iterations += active
+            watch.compare(p, ap, largest)
+            if near is None:
+                runs[-1].append(pap, rr, active)
             sound = (pap > work * (pp * aa).sqrt()) & (growth > (4 * eps) ** 2 * largest)
             if not bool((sound | ~active).all()):
                 broken = active & ~aa.isfinite()
                 # A p = 0 to rounding: p is a null vector. Otherwise p'A p = 0 or less: A is indefinite.
                 null = active & ~broken & (growth <= (4 * eps) ** 2 * largest)
-                lowest = torch.where(active & (pap <= 0), torch.minimum(lowest, pap / pp), lowest)
                 flat = active & ~null & ~broken & (pap.abs() <= work * (pp * aa).sqrt())
+                lower = (active & (pap <= 0) | flat) & (pap / pp < lowest)
+                lowest = torch.where(lower, pap / pp, lowest)
+                spread = torch.where(lower, (growth - lowest.square()).clamp(min=0).sqrt(), spread)
+                if bool(flat.any()):
+                    unit = flat.unsqueeze(-1) / pp.clamp(min=tiny).sqrt().unsqueeze(-1)
+                    before = halted or (torch.zeros_like(b), torch.zeros_like(b))
+                    halted = before[0].addcmul(unit, p), before[1].addcmul(unit, ap.nan_to_num(0.0, 0.0, 0.0))
                 status[broken], status[null] = int(Status.NONFINITE), int(Status.SINGULAR)
                 status[flat] = int(Status.NEGATIVE_CURVATURE)
                 empty |= (p.abs() > 1e-3 * pp.sqrt().unsqueeze(-1))[null].any(0)
@@ -82,6 +104,7 @@ def cg_rows(
             alpha = torch.where(active, rz / pap, 0.0).unsqueeze(-1)
             x, r = torch.addcmul(x, alpha, p), r.addcmul_(alpha, ap, value=-1)
             rr = torch.linalg.vecdot(r, r)
+            watch.keep(active, x, rr, largest)
             z, rz_next = (r, rr) if near is None else near(r)
             beta = torch.where(active, rz_next / rz, 0.0).unsqueeze(-1)
             p, rz = p.mul_(beta).add_(z), rz_next
@@ -91,6 +114,7 @@ def cg_rows(
             if near is not None:
                 unfit |= active & near.wrong
                 active = active & ~unfit
+        x = watch.better(x, rr, tol)
         # What is left is the truth: recompute, and restart the rows that rounding fooled while that still helps.
         r = b - (matvec(x) if gauge is None else matvec(x / gauge))
         true, size = torch.linalg.vector_norm(r, dim=-1), largest.sqrt()
@@ -98,8 +122,10 @@ def cg_rows(
         better = true < residual
         best = torch.where(better.unsqueeze(-1), x, best)
         status[failed & (status == Status.MAX_ITER)] = int(Status.NONFINITE)
-        fooled = (status == Status.MAX_ITER) & (true > attainable(x, size, eps).clamp(min=tol)) & (rr <= tol * tol)
-        stuck = fooled & (true > 0.5 * residual)
+        unmet = (status == Status.MAX_ITER) & (true > attainable(x, size, eps).clamp(min=tol))
+        fooled = unmet & ((rr <= tol * tol) | watch.fooled)
+        failures += true > 0.5 * residual
+        stuck = fooled & (failures > watch.fooled.long()) | unmet & watch.idle
         status[stuck] = int(Status.STAGNATED)
         residual = torch.where(better, true, residual)
         active = fooled & ~stuck & ~failed
@@ -108,7 +134,8 @@ def cg_rows(
         x = torch.where(active.unsqueeze(-1), x, best)
         rr = torch.where(active, true * true, rr)
         p, rz = (r.clone(), rr) if near is None else near(r)
-    negative = (lowest <= 0) & (status != Status.SINGULAR) & (status != Status.NONFINITE)
+    negative = ((lowest <= 0) | (status == Status.NEGATIVE_CURVATURE)) & ~watch.twisted
+    negative &= (status != Status.SINGULAR) & (status != Status.NONFINITE)
     status[negative] = int(Status.NEGATIVE_CURVATURE)
     if notes is not None and bool(empty.any()):
         notes.append(
@@ -117,11 +144,249 @@ def cg_rows(
     status[unfit] = int(Status.SINGULAR)
     if notes is not None and bool(unfit.any()):
         notes.append(WRONG)
-    if gauge is not None:
-        lowest = lowest * gauge.squeeze(-1)
+    if notes is not None and bool((watch.twisted & (status == Status.STAGNATED)).any()):
+        notes.append(f"x'A p and p'A x differ by {watch.twist:.1e} of |A| |x| |p|: the product is not symmetric")
     if notes is not None and bool(negative.any()):
-        least = float(lowest[negative].min())
-        notes.append(
-            f"curvature {least:.3g} along a search direction: regularization must grow by more than {-least:.3g}"
-        )
+        if halted is not None:
+            least, error = _beyond(matvec, *halted, gauge)
+            lowest, spread = torch.where(least < lowest, torch.stack([least, error]), torch.stack([lowest, spread]))
+        for run in runs:
+            run.append(rr, rr, torch.zeros_like(active))
+        notes.append(_told(runs, lowest, spread, size, negative, gauge, eps))
     return judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows that make no progress
+
+
+class Watch:
+    """Says which rows make no progress any more, at a product now and then (one step in five at most, few in all).
+
+    A row is looked at, by its true residual, where its recursive one has fallen below what rounding lets the true one
+    reach, 0.1 eps |A| |x|, or has not fallen for long: CG may be on a plateau for p steps, and for a few p where
+    rounding spoils conjugacy, so that long is counted in p.
+
+    Args:
+        p: numbers in a row.
+        eps: rounding unit of a product.
+        rr: |r|^2 of every row, for shape.
+
+    Attributes:
+        fooled: rows whose true residual is more than twice the recursive one, that no step can lower any more.
+        idle: rows to give up: no new least residual for 5 p + 50 steps; for 2 p + 200 where A is indefinite; for
+            p + 50 where A is not symmetric, or where a residual that rounding allows has been met.
+        twisted: rows on which A was seen not to be symmetric: |x'A p - p'A x| > sqrt(eps) |A| |x| |p|.
+        twist: by how much, at most.
+    """
+
+    def __init__(self, p: int, eps: float, rr: torch.Tensor) -> None:
+        self._p, self._eps = p, eps
+        self.fooled = self.idle = self.twisted = torch.zeros_like(rr, dtype=torch.bool)
+        self.twist = 0.0
+        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None  # x and A x of the last look
+        self.begin(0, rr)
+
+    def begin(self, step: int, rr: torch.Tensor) -> None:
+        """Start a run of the recursion after ``step`` steps."""
+        self._least = self._before = rr
+        self._kept: torch.Tensor | None = None  # x where rr was least, and as small as rounding allows
+        self._kept_rr = torch.full_like(rr, torch.inf)
+        self._since = torch.full_like(rr, step, dtype=torch.int64)
+        self._start, self._due = step, step + 8
+        self._seen = None
+        self.fooled = torch.zeros_like(self.fooled)
+
+    def doubts(
+        self,
+        step: int,
+        active: torch.Tensor,
+        x: torch.Tensor,
+        rr: torch.Tensor,
+        largest: torch.Tensor,
+        lowest: torch.Tensor,
+    ) -> bool:
+        """Say whether a product with x is worth it now."""
+        self._least = torch.minimum(self._least, rr)
+        if step % 8:
+            return False
+        self._since.masked_fill_(self._least < self._before, step)
+        self._before = self._least
+        if step < self._due or self._seen is not None:
+            return False
+        waited = step - self._since
+        self.idle = self.idle | active & (
+            (waited > 5 * self._p + 50)
+            | (waited > 2 * self._p + 200) & (lowest <= 0)
+            | (waited > self._p + 50) & (self.twisted | self._kept_rr.isfinite())
+        )
+        floor = 0.1 * self._eps * largest.sqrt() * torch.linalg.vector_norm(x, dim=-1)
+        self._low = active & (rr.sqrt() < floor)
+        return bool((active & (self._low | self.idle | (waited > self._p + 50))).any())
+
+    def keep(self, active: torch.Tensor, x: torch.Tensor, rr: torch.Tensor, largest: torch.Tensor) -> None:
+        """Keep x where it is as good as rounding allows, and better than before: it may be spoilt by further steps."""
+        if not bool((rr < self._eps).any()):
+            return
+        good = active & (rr < self._eps) & (rr < self._kept_rr)
+        if not bool(good.any()):
+            return
+        good &= rr.sqrt() <= attainable(x, largest.sqrt(), self._eps)
+        self._kept = torch.where(good.unsqueeze(-1), x, x if self._kept is None else self._kept)
+        self._kept_rr = torch.where(good, rr, self._kept_rr)
+
+    def better(self, x: torch.Tensor, rr: torch.Tensor, tol: float) -> torch.Tensor:
+        """Return x, or what was kept where ``tol`` has not been met since."""
+        if self._kept is None:
+            return x
+        return torch.where(((rr > tol * tol) & (self._kept_rr < rr)).unsqueeze(-1), self._kept, x)
+
+    def look(
+        self, b: torch.Tensor, x: torch.Tensor, ax: torch.Tensor, rr: torch.Tensor, active: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take A x in; return the true residuals, and the rows that go on."""
+        self._due += max(8, (self._due - self._start) // 4)
+        self._seen = x, ax
+        true = torch.linalg.vector_norm(b - ax, dim=-1)
+        self.fooled = self.fooled | self._low & ~(true <= 2 * rr.sqrt())
+        return true, active & ~self.fooled & ~self.idle
+
+    def compare(self, p: torch.Tensor, ap: torch.Tensor, largest: torch.Tensor) -> None:
+        """Compare what A does to p with what it did to x at the last look."""
+        if self._seen is None:
+            return
+        (x, ax), self._seen = self._seen, None
+        norm = torch.linalg.vector_norm
+        apart = (torch.linalg.vecdot(x, ap) - torch.linalg.vecdot(p, ax)).abs()
+        whole = largest.sqrt() * norm(x, dim=-1) * norm(p, dim=-1)
+        twisted = apart > self._eps**0.5 * whole
+        self.twisted = self.twisted | twisted
+        if bool(twisted.any()):
+            self.twist = max(self.twist, float((apart / whole)[twisted].max()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the smallest eigenvalue
+
+
+class Steps:
+    """What the steps of a run leave for the Lanczos matrix; in one block, so that memory stays whole.
+
+    Attributes:
+        count: how many there are.
+        eps: rounding unit.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._block = like.new_zeros(32, 3, *like.shape)
+        self.eps = torch.finfo(like.dtype).eps
+        self.count = 0
+
+    def append(self, curvature: torch.Tensor, square: torch.Tensor, active: torch.Tensor) -> None:
+        """Add a step: p'A p, and |r|^2 before it; which rows took it."""
+        if self.count == len(self._block):
+            self._block = torch.cat([self._block, torch.zeros_like(self._block)])
+        torch.stack((curvature, square, active.to(curvature)), out=self._block[self.count])
+        self.count += 1
+
+    def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the three for some rows (a mask), [n, count] each."""
+        curvature, square, active = (self._block[: self.count, i][:, rows].mT.double() for i in range(3))
+        return curvature, square, active.bool()
+
+
+def least_eigenvalue(run: Steps, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest Ritz value of one run of CG for each of these rows (a mask, n true), and an error bound.
+
+    With alpha = |r|^2 / p'Ap and beta = |r_next|^2 / |r|^2, A on the Krylov space of r is tridiagonal in the basis of
+    the normalised residuals: 1 / alpha_j + beta_{j-1} / alpha_{j-1} on the diagonal, sqrt(beta_j) / |alpha_j| beside
+    it, for an indefinite A too. So no product is needed, and no alpha: a last step with p'Ap = 0 does no harm.
+
+    Args:
+        run: the steps, and one more for the last |r|^2, that no row took.
+        rows: which rows.
+
+    Returns:
+        (values [n], errors [n]) in float64: upper bounds of the smallest eigenvalue, and how far from each the next
+        eigenvalue is at most; (inf, inf) for rows that took no step.
+
+    Source: Golub and Van Loan (2013), Matrix Computations, 4th edition, section 11.3.
+    """
+    curvature, square, active = run.of(rows)
+    taken = (active & curvature.isfinite()).cumprod(-1).bool()  # [n, m + 1]
+    pace = torch.where(taken, curvature / square, 0.0)  # 1 / alpha
+    beta = torch.where(taken[:, :-1], square[:, 1:] / square[:, :-1], 0.0)
+    beside = beta.sqrt() * pace[:, :-1].abs()
+    diagonal = pace[:, :-1].clone()
+    diagonal[:, 1:] += beta[:, :-1] * pace[:, :-2]
+    inside, count = taken[:, :-1], taken.sum(-1, keepdim=True)
+    diagonal = torch.where(inside, diagonal, diagonal[:, :1])  # a row that stopped early: padded with what it has
+    link = torch.where(inside[:, 1:], beside[:, :-1], 0.0)
+    values, vectors = torch.linalg.eigh(
+        torch.diag_embed(diagonal) + torch.diag_embed(link, 1) + torch.diag_embed(link, -1)
+    )
+    at = (count - 1).clamp(min=0)
+    end = vectors[..., 0].gather(-1, at).squeeze(-1).abs() * beside.gather(-1, at).squeeze(-1)
+    # Steps near p'Ap = 0 have large pivots, which cancel: what rounding does to those, it does to the eigenvalues.
+    noise = 30 * run.eps * ((1 + beta) * pace[:, :-1].abs()).amax(-1)
+    none = (count.squeeze(-1) == 0) | ~noise.isfinite()
+    return (values[:, 0] + noise).masked_fill(none, torch.inf), (end + noise).masked_fill(none, torch.inf)
+
+
+def _beyond(
+    matvec: Matvec, p: torch.Tensor, ap: torch.Tensor, gauge: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smaller eigenvalue of A on span(p, A p), p'A p = 0, and an error bound, at one product.
+
+    (inf, inf) where p is 0.
+    """
+    dot, norm = torch.linalg.vecdot, torch.linalg.vector_norm
+    first = dot(p, ap)
+    w = ap - first.unsqueeze(-1) * p
+    link = norm(w, dim=-1)
+    w = divide(w, link)
+    aw = matvec(w) if gauge is None else matvec(w) / gauge
+    second = dot(w, aw)
+    least = (first + second) / 2 - torch.hypot((first - second) / 2, link)
+    a, c = link, least - first  # its vector is a p + c w, not normalised
+    rest = a.unsqueeze(-1) * (ap - least.unsqueeze(-1) * p) + c.unsqueeze(-1) * (aw - least.unsqueeze(-1) * w)
+    error = norm(rest, dim=-1) / torch.hypot(a, c)
+    none = (link == 0) | ~(least + error).isfinite()
+    return least.masked_fill(none, torch.inf), error.masked_fill(none, torch.inf)
+
+
+def _told(
+    runs: list[Steps],
+    lowest: torch.Tensor,
+    spread: torch.Tensor,
+    size: torch.Tensor,
+    negative: torch.Tensor,
+    gauge: torch.Tensor | None,
+    eps: float,
+) -> str:
+    """Return what is known of the smallest eigenvalue, and the lambda that would do, in words.
+
+    Args:
+        runs: the steps of every run; empty where there is a preconditioner.
+        lowest: an upper bound for each row.
+        spread: its error.
+        size: |A| for each row.
+        negative: the rows that met negative curvature.
+        gauge: all of these are of A / gauge.
+        eps: rounding unit.
+    """
+    scale = (torch.ones_like(lowest) if gauge is None else gauge.squeeze(-1)).double()
+    bounds, errors, whole = ((value * scale)[negative] for value in (lowest, spread, size))
+    found = [(float(bounds[i]), float(errors[i])) for i in [int(bounds.argmin())]]
+    longest = max(run.count for run in runs)
+    if longest > 1:
+        # The rows with the lowest bounds; one where the matrices are large.
+        few = bounds.argsort()[: max(1, min(8, (300 // longest) ** 2))]
+        chosen = torch.zeros_like(negative)
+        chosen[negative] = torch.zeros_like(bounds, dtype=torch.bool).index_fill(0, few, True)
+        for run in runs:
+            values, errors = (each * scale[chosen] for each in least_eigenvalue(run, chosen))
+            found.append((float(values.min()), float(errors[values.argmin()])))
+    least, error = min(found)
+    enough = error - least + max(0.01 * abs(least), eps**0.5 * float(whole.max()))
+    return f"{told_indefinite(least)}; larger by {enough:.4g} would do, if that eigenvalue (to {error:.1g}) is the smallest"

@@ -58,6 +58,9 @@ class SolveInfo:
         status: int, see ``Status``.
         iterations: int; steps taken.
         residual: ``||v - (C + lambda I) u|| / ||v||``, recomputed from v and u.
+        standard_error: of a random u, relative: the norm of the elementwise standard error of the mean over LiSSA's
+            repeats, over ``||u||``. It knows nothing of the bias of a series that was cut short, which the residual
+            shows. NaN where it is not known: one repeat, all samples in each step, another solver.
         method: the solver.
         reason: what the solver found out, where it says something.
     """
@@ -66,8 +69,15 @@ class SolveInfo:
     status: torch.Tensor
     iterations: torch.Tensor
     residual: torch.Tensor
+    standard_error: torch.Tensor = None  # type: ignore[assignment]  # NaN for all, below
     method: str = ""
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        given: Any = self.standard_error
+        residual: Any = self.residual
+        if given is None and isinstance(residual, torch.Tensor):  # a tree map may put anything into the fields
+            object.__setattr__(self, "standard_error", torch.full_like(residual, torch.nan))
 
     def messages(self) -> list[str]:
         """Return one text per right-hand side: what happened, the likely cause, what to change."""
@@ -76,12 +86,13 @@ class SolveInfo:
 
 
 def _flatten(info: SolveInfo) -> tuple[list[Any], tuple[str, str]]:
-    return [info.converged, info.status, info.iterations, info.residual], (info.method, info.reason)
+    facts = [info.converged, info.status, info.iterations, info.residual, info.standard_error]
+    return facts, (info.method, info.reason)
 
 
 def _unflatten(children: Any, context: tuple[str, str]) -> SolveInfo:
-    converged, status, iterations, residual = children
-    return SolveInfo(converged, status, iterations, residual, *context)
+    converged, status, iterations, residual, error = children
+    return SolveInfo(converged, status, iterations, residual, error, *context)
 
 
 torch_pytree.register_pytree_node(SolveInfo, _flatten, _unflatten)
@@ -92,6 +103,12 @@ class SolveResult(NamedTuple):
 
     value: Any
     info: SolveInfo
+
+
+def told_indefinite(least: float) -> str:
+    """Return, in words, what a negative upper bound of the smallest eigenvalue means."""
+    bound = f"smallest eigenvalue at most {least:.4g}"
+    return f"negative curvature: {bound}: regularization must grow by more than {-least:.4g}"
 
 
 def warn_unsolved(raw: Raw, method: str, tol: float, reason: str) -> None:

@@ -131,7 +131,14 @@ def lissa_rows(
     raw = judge(scaled, u, residual.masked_fill(lost, torch.inf), size, status, steps.amax(1), tol, eps)
     told = residual if full is not None else torch.full_like(size, torch.nan)
     gone = raw.status == Status.NONFINITE
-    return raw._replace(residual=told.masked_fill(scaled.zero, 0.0).masked_fill(gone, torch.nan))
+    error = torch.full_like(size, torch.nan)
+    if num_repeat > 1:
+        norm = torch.linalg.vector_norm
+        error = norm(e.std(1) / (scaling * num_repeat**0.5), dim=-1) / norm(u, dim=-1)
+    return raw._replace(
+        residual=told.masked_fill(scaled.zero, 0.0).masked_fill(gone, torch.nan),
+        standard_error=error.masked_fill(scaled.zero, 0.0).masked_fill(gone | lost, torch.nan),
+    )
 
 
 def largest_batch_curvature(

@@ -322,7 +322,8 @@ def auto_method(*, tol: float, max_iter: int | None) -> Method:
             problem.notes.method = "cg"
             texts.append(f"{size}: too large to keep a basis")
             raw = cg_rows(matvec, rows, **knobs)
-            left = ((raw.status == Status.NEGATIVE_CURVATURE) | (raw.status == Status.SINGULAR)).flatten(1).any(1)
+            left = (raw.status == Status.NEGATIVE_CURVATURE) | (raw.status == Status.SINGULAR)
+            left = left.reshape(k, -1).any(1)
             if not bool(left.any()):
                 return raw
             problem.notes.method = "cg, then minres"

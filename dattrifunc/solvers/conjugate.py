@@ -10,7 +10,7 @@ from ..implicit import Raw
 from ..tree import Layout
 from .info import Status, told_indefinite
 from .precondition import WRONG, Guarded
-from .rows import Matvec, attainable, divide, gauge_of, judge, leaves_at, normalise, start_at
+from .rows import Matvec, attainable, divide, gauge_of, goal, judge, leaves_at, normalise, start_at
 
 __all__ = ["cg_rows"]
 
@@ -122,7 +122,7 @@ def cg_rows(
         better = true < residual
         best = torch.where(better.unsqueeze(-1), x, best)
         status[failed & (status == Status.MAX_ITER)] = int(Status.NONFINITE)
-        unmet = (status == Status.MAX_ITER) & (true > attainable(x, size, eps).clamp(min=tol))
+        unmet = (status == Status.MAX_ITER) & (true > goal(x, size, tol, eps))
         fooled = unmet & ((rr <= tol * tol) | watch.fooled)
         failures += true > 0.5 * residual
         stuck = fooled & (failures > watch.fooled.long()) | unmet & watch.idle

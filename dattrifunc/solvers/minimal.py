@@ -10,7 +10,7 @@ from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
 from .precondition import WRONG, Guarded
-from .rows import Matvec, attainable, divide, gauge_of, judge, leaves_at, normalise, start_at
+from .rows import Matvec, attainable, divide, gauge_of, goal, judge, leaves_at, normalise, start_at
 
 __all__ = ["minres_rows"]
 
@@ -122,9 +122,10 @@ def minres_rows(
             length = torch.where(active, phi if near is None else norm(kept, dim=-1), length)
             if callback is not None:
                 callback(step, torch.where(scaled.nonfinite, torch.nan, length))
-            # Good enough; or as good as rounding lets it be, and two steps gained nothing.
-            still = (length <= (3 * eps * (1 + grown)).clamp(max=root)) & (length > 0.9 * earlier[0])
-            done = (length <= tol) | still
+            # Good enough; or, for a tol that rounding never allows, as good as it does, and two steps gained nothing.
+            done = length <= tol
+            if tol < 10 * eps:
+                done = done | (length <= (3 * eps * (1 + grown)).clamp(max=root)) & (length > 0.9 * earlier[0])
             active, earlier = active & ~done, (earlier[1], length)
         # What is left is the truth: recompute, and restart the rows that rounding fooled while that still helps.
         flat, before = flatness < root, residual
@@ -139,6 +140,7 @@ def minres_rows(
         unmet = (status == Status.MAX_ITER) & (residual > attainable(best, size, eps).clamp(min=tol))
         status[unmet & unfit], unmet = int(Status.SINGULAR), unmet & ~unfit
         ended = unmet & (done | flat | outgrown)
+        fooled = (status == Status.MAX_ITER) & done & ~unfit & (residual > goal(best, size, tol, eps))
         sharper = torch.zeros_like(ended)
         if bool((ended & (flat | outgrown)).any()):
             along = divide(r, residual)
@@ -153,7 +155,7 @@ def minres_rows(
             residual = torch.where(lifted, true, residual)
             remainder = torch.where(apart.unsqueeze(-1), along, remainder)
             ended, sharper, sharpest = ended & ~apart, slope < 0.5 * sharpest, torch.minimum(sharpest, slope)
-        active = ended & ((residual <= 0.5 * before) | sharper)
+        active = (ended | fooled & (status == Status.MAX_ITER)) & ((residual <= 0.5 * before) | sharper)
         status[ended & ~active] = int(Status.STAGNATED)
         if step >= max_iter or not bool(active.any()):
             break

@@ -103,6 +103,15 @@ def attainable(u: torch.Tensor, size: torch.Tensor, eps: float) -> torch.Tensor:
     return noise.clamp(max=eps**0.5)
 
 
+def goal(u: torch.Tensor, size: torch.Tensor, tol: float, eps: float) -> torch.Tensor:
+    """Return the residual down to which an iteration goes on from the true residual of unit right-hand sides.
+
+    That is ``tol``, or what rounding allows where ``tol`` is below what it ever allows.
+    """
+    noise = attainable(u, size, eps)
+    return noise.clamp(min=tol) if tol < 10 * eps else torch.full_like(noise, tol)
+
+
 def judge(
     scaled: Scaled,
     u: torch.Tensor,

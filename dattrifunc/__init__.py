@@ -4,6 +4,8 @@ from . import solvers
 from .attribution import influence, scores, self_scores, top_k
 from .errors import ConvergenceWarning, DtypeError, NonFiniteWarning, StructureError
 from .ihvp import (
+    ihvp_arnoldi,
+    ihvp_at_x_arnoldi,
     ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
@@ -44,6 +46,8 @@ __all__ = [
     "hessian_matrix",
     "hvp",
     "hvp_at_x",
+    "ihvp_arnoldi",
+    "ihvp_at_x_arnoldi",
     "ihvp_at_x_auto",
     "ihvp_at_x_cg",
     "ihvp_at_x_explicit",

@@ -30,6 +30,8 @@ from dattrifunc import (
     hessian_matrix,
     hvp,
     hvp_at_x,
+    ihvp_arnoldi,
+    ihvp_at_x_arnoldi,
     ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
@@ -107,6 +109,16 @@ KNOBS = {
         (0, ValueError, r"rank: expected an integer >= 1, got 0. Fix: pass how many directions of curvature"),
         (2.5, TypeError, r"rank: expected an integer >= 1, got 2.5. Fix"),
         (None, TypeError, r"rank: expected an integer >= 1, got None. Fix"),
+    ],
+    "top_k": [
+        (0, ValueError, r"top_k: expected an integer >= 1, got 0. Fix: pass how many eigenvalues to keep"),
+        (2.5, TypeError, r"top_k: expected an integer >= 1, got 2.5. Fix"),
+        (None, TypeError, r"top_k: expected an integer >= 1, got None. Fix"),
+    ],
+    "max_iter arnoldi": [  # it has no cap of its own
+        (0, ValueError, r"max_iter: expected an integer >= 1, got 0. Fix: pass how many products to build the space"),
+        (1.5, TypeError, r"max_iter: expected an integer >= 1, got 1.5. Fix"),
+        (None, TypeError, r"max_iter: expected an integer >= 1, got None. Fix"),
     ],
     "block": [
         ("yes", ValueError, r"block: expected True, False or 'auto', got 'yes'. Fix: pass block=True to share one Kr"),
@@ -212,8 +224,9 @@ IN_DIMS = [
 
 def wrong_knobs(call: str, make: Callable[..., Any], *names: str) -> list[Case]:
     return [
-        (f"{call} {name} {value!r:.20}", lambda n=name, v=value: make(**{n: v}), error, text)
+        (f"{call} {name} {value!r:.20}", lambda n=keyword, v=value: make(**{n: v}), error, text)
         for name in names
+        for keyword in [name.partition(" ")[0]]
         for value, error, text in KNOBS[name]
     ]
 
@@ -254,6 +267,7 @@ INVERSES: dict[str, tuple[Any, Any, list[str]]] = {
         functools.partial(ihvp_at_x_nystrom, **POSITIVE),
         ["argnums", "mode", "chunk_size", "product", "rank", "tol", "generator"],
     ),
+    "arnoldi": (ihvp_arnoldi, ihvp_at_x_arnoldi, [*COMMON, "product", "max_iter arnoldi", "top_k", "tol", "generator"]),
     "woodbury": (
         functools.partial(ihvp_woodbury, **POSITIVE, in_dims=(None, 0)),
         functools.partial(ihvp_at_x_woodbury, **POSITIVE, in_dims=(None, 0)),
@@ -653,14 +667,14 @@ BATCHES = [
         lambda v: v[:1],
         torch.eye(3)[:2],
         StructureError,
-        r"matvec\(v\): expected [23] vectors, as v, got k = 1. Fix",
+        r"matvec\(v\): expected [123] vectors, as v, got k = 1. Fix",
     ),
     (
         "one",
         lambda v: v[0],
         torch.eye(3)[:2],
         StructureError,
-        r"matvec\(v\): expected [23] vectors, as v, got one. Fix",
+        r"matvec\(v\): expected [123] vectors, as v, got one. Fix",
     ),
 ]
 SOLVERS: dict[str, tuple[Any, list[str]]] = {
@@ -669,6 +683,7 @@ SOLVERS: dict[str, tuple[Any, list[str]]] = {
     "minres": (solvers.minres, ITERATIVE[1:]),
     "explicit": (solvers.explicit, []),
     "nystrom": (functools.partial(solvers.nystrom, **POSITIVE), ["rank", "tol", "generator"]),
+    "arnoldi": (solvers.arnoldi, ["regularization", "max_iter arnoldi", "top_k", "tol", "generator"]),
     "lissa": (
         solvers.lissa,
         SAMPLING,

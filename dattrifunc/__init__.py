@@ -1,6 +1,6 @@
 """Curvature products, inverse products, flat gradient rows and influence scores, as pure functions on torch.func."""
 
-from . import solvers
+from . import solvers, spectrum
 from .attribution import influence, scores, self_scores, top_k
 from .errors import ConvergenceWarning, DtypeError, NonFiniteWarning, StructureError
 from .ihvp import (
@@ -69,5 +69,6 @@ __all__ = [
     "scores",
     "self_scores",
     "solvers",
+    "spectrum",
     "top_k",
 ]

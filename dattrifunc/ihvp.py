@@ -1094,6 +1094,17 @@ def _lissa(
     )
 
 
+@implicit.eager
+def lissa_scaling(func: Callable[..., Any], x: tuple[Any, ...], in_dims: Any, **knobs: Any) -> float:
+    """Return the scale that ``scaling="auto"`` takes, with knobs as in ``ihvp_at_x_lissa``; 0 = no curvature."""
+    inverse = _lissa(func, num_repeat=1, recursion_depth=0, scaling="auto", tol=0.0, has_aux=False, **knobs)
+    system, tensors, count = inverse.at(x, in_dims, detach=True)
+    memory: dict[str, Any] = {}
+    with torch.no_grad():
+        inverse.make(count, memory).rule(system, tensors)
+    return float(memory["scaling"])
+
+
 def ihvp_at_x_lissa(
     func: Callable[..., Any],
     *x: Any,

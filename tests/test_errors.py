@@ -47,6 +47,7 @@ from dattrifunc import (
     ihvp_nystrom,
     ihvp_woodbury,
     solvers,
+    spectrum,
 )
 
 Case = tuple[str, Callable[[], Any], type[Exception], str]
@@ -625,6 +626,90 @@ LATE += [
     ),
 ]
 
+# Spectrum: all take a bound product and a tree, and share a door.
+SPECTRUM: dict[str, Any] = {
+    "eigsh": lambda f, like, **knobs: spectrum.eigsh(f, like, **{"k": 2, **knobs}),
+    "trace": spectrum.trace,
+    "diagonal": spectrum.diagonal,
+    "suggest_regularization": spectrum.suggest_regularization,
+}
+KNOBS |= {
+    "k": [
+        (0, ValueError, r"k: expected an integer >= 1, got 0. Fix: pass how many eigenvalues to return"),
+        (1.5, TypeError, r"k: expected an integer >= 1, got 1.5. Fix"),
+        (10, ValueError, r"k: expected at most the number of parameters \(9\), got 10. Fix: pass a smaller k; hess"),
+    ],
+    "which": [
+        ("BE", ValueError, r"which: expected 'LA' or 'SA' or 'LM', got 'BE'. Fix"),
+        (None, ValueError, r"which: expected 'LA' or 'SA' or 'LM', got None. Fix"),
+    ],
+    "max_iter eigsh": [
+        (0, ValueError, r"max_iter: expected an integer >= 1, got 0. Fix: pass the most products, for example 300"),
+        (None, TypeError, r"max_iter: expected an integer >= 1, got None. Fix"),
+    ],
+    "num_samples": [
+        (1, ValueError, r"num_samples: expected an integer >= 2, got 1. Fix: pass how many vectors to multiply C"),
+        (2.5, TypeError, r"num_samples: expected an integer >= 2, got 2.5. Fix"),
+        (None, TypeError, r"num_samples: expected an integer >= 2, got None. Fix"),
+    ],
+}
+BOUND = [
+    (3, TypeError, r"product_at_x: expected a function, got int. Fix: pass a bound product, for example hvp_at_x"),
+    (
+        "one",
+        lambda v: {k: a[0] for k, a in v.items()},
+        StructureError,
+        r"product_at_x\(v\): expected \d vectors, .*one",
+    ),
+    ("bare", lambda v: v["w"], StructureError, r"product_at_x\(v\): expected the structure .*'b'"),
+    (
+        "nan",
+        lambda v: {**v, "b": v["b"] * float("nan")},
+        ValueError,
+        r"product_at_x\(v\): expected finite curvature, got \d+ NaN or inf entries in 'b'. Fix: look for log",
+    ),
+]
+LIKES = [
+    ("few", {"w": P["w"]}, StructureError, LIKE + r"leaves 'w' float32\[2, 3\]\."),
+    ("order", dict(reversed(P.items())), StructureError, LIKE + "leaves 'b' "),
+    ("none", None, StructureError, LIKE + "no leaves. Fix"),
+]
+EMPTY = r"like: expected at least one number, got a tree without any. Fix: pass the tree"
+LATE += [
+    case
+    for name, f in SPECTRUM.items()
+    for case in [
+        *wrong(name, "product", BOUND, lambda product, f=f: f(product, P)),
+        *wrong(name, "like", LIKES, lambda like, f=f: f(hvp_at_x(loss, (P, X)), like)),
+        *wrong(name, "like", [({}, StructureError, EMPTY)], lambda like, f=f: f(lambda v: v, like)),
+        *wrong_knobs(
+            name,
+            lambda f=f, **knobs: f(lambda v: v, P, **knobs),
+            "generator",
+            *{
+                "eigsh": ["k", "which", "tol", "max_iter eigsh"],
+                "suggest_regularization": ["tol", "max_iter eigsh"],
+            }.get(name, ["num_samples"]),
+        ),
+        (
+            f"{name} transform",
+            lambda f=f: torch.func.vmap(lambda _: f(lambda v: v, P))(X),
+            RuntimeError,
+            r"spectrum: expected a call outside torch.func transforms, got one inside. Fix: call it outside",
+        ),
+    ]
+]
+DOOR += [
+    *wrong("suggest_scaling", "func", FUNCS, lambda f: spectrum.suggest_scaling(f, P, X)),
+    *wrong("suggest_scaling", "x", ARGUMENTS, lambda x: spectrum.suggest_scaling(loss, *x)),
+    *wrong("suggest_scaling", "in_dims", IN_DIMS, lambda dims: spectrum.suggest_scaling(loss, P, X, in_dims=dims)),
+    *wrong_knobs(
+        "suggest_scaling",
+        lambda **knobs: spectrum.suggest_scaling(loss, P, X, **knobs),
+        *[*COMMON, "product", "collate_fn", "batch_size", "damping", "generator"],
+    ),
+]
+
 # ---------------------------------------------------------------------------------------------------------------------
 # solvers
 
@@ -806,6 +891,7 @@ def test_every_public_call_has_six_wrong_calls():
         "partition",
         "combine",
     }
+    here |= set(SPECTRUM) | {"suggest_scaling"}
     here |= {f"{form}{name}" for form in ("ihvp_", "ihvp_at_x_") for name in INVERSES}
     assert {name: names[name] for name in here | {n for n in solvers.__all__ if n.islower()} if names[name] < 6} == {}
     rows = {"RowStore", "grad_rows", "per_sample_grads", "influence", "scores", "self_scores", "top_k"}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dattrifunc import ConvergenceWarning, fvp_at_x, ihvp_arnoldi, ihvp_at_x_arnoldi, solvers
 from dattrifunc.solvers import Status
+from dattrifunc.solvers.krylov import Projection
 
 FORMS = {
     "bound": lambda loss, x, knobs: ihvp_at_x_arnoldi(loss, *x, **knobs),
@@ -278,3 +279,17 @@ def test_seeds(form):
     assert not torch.equal(first, run(generator))
     f = ihvp_arnoldi(half(h), 0, 5, mode="rev-rev", generator=generator)
     assert torch.equal(f((v,), v), f((v,), v))
+
+
+@pytest.mark.fault("F20")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_long_basis_is_orthonormal(dtype):
+    """To rounding, and H is Q A Q': after hundreds of steps, most of them in a space that is all but invariant."""
+    h, like = spectral(0, torch.logspace(0, -12, 250)).to(dtype), torch.zeros(1, 250, dtype=dtype)
+    space = Projection(lambda rows: rows @ h, 240, like)
+    while space.size < 240:
+        space.add(space.follow(1, 1e-7, lambda step, count: normal(step, count, 250)))
+    q, eps = space.basis[0].double(), torch.finfo(dtype).eps
+    assert (q @ q.T - torch.eye(240)).abs().max() < 20 * eps
+    values = space.ritz()[0][0]
+    torch.testing.assert_close(values, torch.linalg.eigvalsh(q @ h.double() @ q.T), rtol=0, atol=20 * eps)

@@ -149,7 +149,9 @@ class Projection:
         if not bool(kept.all()):
             fresh = draw(self.size, count).to(found).expand_as(found)
             found = torch.where(kept.unsqueeze(-1), found, normalise(outside(fresh, self.basis)[1]).unit)
-        return orthonormal(outside(found, self.basis)[1], torch.ones_like(kept))
+        if count > 1:  # weak directions of a block were blown up, and what was left of Q in them
+            found = outside(found, self.basis)[1]
+        return orthonormal(found, torch.ones_like(kept))
 
     def ritz(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return Ritz values [b, m], rising, Ritz vectors as columns [b, m, m] on Q, and |A y - theta y| [b, m]."""

@@ -243,7 +243,7 @@ MAPS = {
         divide,
     ),
     "ihvp_nystrom": (lambda w, v, x: ihvp_nystrom(loss, 0, 5, LAM)((w, x, Y), v), divide),
-    "ihvp_arnoldi": (lambda w, v, x: ihvp_arnoldi(loss, 0, 5, regularization=LAM)((w, x, Y), v), divide),
+    "ihvp_arnoldi": (lambda w, v, x: ihvp_arnoldi(loss, 0, 5, 1e-7, "rev-rev", LAM)((w, x, Y), v), divide),
     "ihvp_minres M": (
         lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, preconditioner=lambda u: u / (1 + W**2))(
             (w, x, Y), v

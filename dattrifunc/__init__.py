@@ -1,9 +1,11 @@
 """Curvature products, inverse products, flat gradient rows and influence scores, as pure functions on torch.func."""
 
-from . import solvers
+from . import solvers, spectrum
 from .attribution import influence, scores, self_scores, top_k
 from .errors import ConvergenceWarning, DtypeError, NonFiniteWarning, StructureError
 from .ihvp import (
+    ihvp_arnoldi,
+    ihvp_at_x_arnoldi,
     ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
@@ -44,6 +46,8 @@ __all__ = [
     "hessian_matrix",
     "hvp",
     "hvp_at_x",
+    "ihvp_arnoldi",
+    "ihvp_at_x_arnoldi",
     "ihvp_at_x_auto",
     "ihvp_at_x_cg",
     "ihvp_at_x_explicit",
@@ -65,5 +69,6 @@ __all__ = [
     "scores",
     "self_scores",
     "solvers",
+    "spectrum",
     "top_k",
 ]

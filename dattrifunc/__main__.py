@@ -35,6 +35,7 @@ from dattrifunc import (
     grad_rows,
     hessian_matrix,
     hvp_at_x,
+    ihvp_at_x_arnoldi,
     ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
@@ -55,7 +56,7 @@ HELD_OUT = 360  # test samples, from which the queries come
 HIDDEN = 12
 PENALTY = {"softmax": 1e-2, "mlp": 2e-2}  # strong enough for a positive definite Hessian at the optimum
 TIGHT = 1e-10  # gradient norm at which a model counts as trained
-RANK = 400  # of the Nystrom approximation
+RANK = 400  # of the Nystrom and Arnoldi approximations
 NEEDS = {"scikit-learn": "sklearn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
 
@@ -122,7 +123,7 @@ def _parse(arguments: Sequence[str] | None) -> Settings:
     )
     option(
         "--solver",
-        choices=["explicit", "cg", "minres", "lissa", "nystrom", "woodbury", "auto"],
+        choices=["explicit", "cg", "minres", "lissa", "arnoldi", "nystrom", "woodbury", "auto"],
         default="explicit",
         help="inverse product (%(default)s)",
     )
@@ -515,7 +516,7 @@ def _words(report: dict[str, Any]) -> str:
         text += " The Hessian is not positive definite at the optimum; more --l2 makes it so."
     if report["solver"] == "woodbury":
         text += " Woodbury puts the empirical Fisher in the place of the Hessian."
-    if report["solver"] in ("lissa", "nystrom"):
+    if report["solver"] in ("lissa", "arnoldi", "nystrom"):
         text += f" {report['solver']} is an approximation: its residual says how close it came."
     elif report["unsolved_queries"]:
         text += f" {report['unsolved_queries']} queries were not solved to tolerance: {report['solve_message']}."
@@ -570,6 +571,10 @@ def _inverse(settings: Settings, problem: Problem, params: Params, tick: Callabl
     if settings.solver == "nystrom":
         return ihvp_at_x_nystrom(
             *x, rank=RANK, regularization=regularization, chunk_size=128, generator=generator, has_aux=True
+        )
+    if settings.solver == "arnoldi":
+        return ihvp_at_x_arnoldi(
+            *x, max_iter=RANK, top_k=RANK, regularization=regularization, generator=generator, has_aux=True
         )
     return ihvp_at_x_lissa(
         *x,

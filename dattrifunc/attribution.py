@@ -30,6 +30,7 @@ from .digest import fingerprint
 from .errors import DtypeError, StructureError, message
 from .ihvp import (
     check_rows,
+    ihvp_at_x_arnoldi,
     ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
@@ -465,6 +466,7 @@ def top_k(
 
 
 _SOLVERS: dict[str, Callable[..., Any]] = {
+    "arnoldi": ihvp_at_x_arnoldi,
     "auto": ihvp_at_x_auto,
     "cg": ihvp_at_x_cg,
     "explicit": ihvp_at_x_explicit,
@@ -473,7 +475,7 @@ _SOLVERS: dict[str, Callable[..., Any]] = {
     "nystrom": ihvp_at_x_nystrom,
     "woodbury": ihvp_at_x_woodbury,
 }
-_DRAWS = ("lissa", "nystrom")  # solvers that take a generator
+_DRAWS = ("arnoldi", "lissa", "nystrom")  # solvers that take a generator
 _DIVIDES = ("nystrom", "woodbury")  # solvers that need lambda > 0
 
 
@@ -507,8 +509,8 @@ def influence(
         params: the tree (with a tuple of argnums, a tuple of trees) at which ``func`` was trained.
         train: the other arguments of func in order, holding n training samples.
         test: the same for m test samples.
-        solver: "cg", "minres", "explicit", "lissa", "nystrom", "woodbury" or "auto"; or a bound inverse product
-            v -> (C + lambda I)^-1 v of your own, which takes m vectors at once and has its own lambda.
+        solver: "cg", "minres", "explicit", "lissa", "arnoldi", "nystrom", "woodbury" or "auto"; or a bound inverse
+            product v -> (C + lambda I)^-1 v of your own, which takes m vectors at once and has its own lambda.
         in_dims: sample axis per argument of func, parameters included; None = axis 0 of everything but params.
         argnums: where params stand among the arguments of func.
         regularization: lambda >= 0, in units of loss / parameter**2; > 0 for "nystrom" and "woodbury".
@@ -521,7 +523,7 @@ def influence(
         store: a folder in which training rows are written once, as a RowStore; they are reused as long as params, func,
             the training samples and in_dims are the same, and made again when they are not.
         progress: ``progress(done, total)`` in training rows, called after each block.
-        generator: source of randomness of "lissa" and "nystrom".
+        generator: source of randomness of "lissa", "arnoldi" and "nystrom".
         has_aux: return ``(scores, SolveInfo)``; None in its place where nothing was solved, or your solver gave none.
         solver_options: further keywords of the solver, for example {"tol": 1e-10}.
 

@@ -43,7 +43,17 @@ from .tree import (
     is_plain,
 )
 
-__all__ = ["RULES", "BoundProduct", "Curvature", "Rule", "bound", "check_func", "check_product_knobs", "curvature"]
+__all__ = [
+    "RULES",
+    "BoundProduct",
+    "Curvature",
+    "Rule",
+    "bound",
+    "check_func",
+    "check_product_knobs",
+    "curvature",
+    "unwatched",
+]
 
 MODES = ("rev-rev", "rev-fwd")
 _LAMBDA_FIX = "pass lambda >= 0 in units of loss / parameter**2, for example regularization=1e-3"
@@ -173,7 +183,7 @@ class Curvature(implicit.System):
 
         def product(*vectors: torch.Tensor) -> Leaves:
             argument, fix = "product(func, x)(v)", "return a tree of tensors with the structure and shapes of v"
-            with _unwatched():
+            with unwatched():
                 given = bound(self.layout.build(vectors))
             out = flatten_like(self.layout.spec, given, argument, fix)
             for value, like, name in zip(out, vectors, self.layout.names, strict=True):
@@ -465,7 +475,7 @@ _quiet = threading.local()
 
 
 @contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
+def unwatched() -> Iterator[None]:
     """Leave it to the solver that calls somebody else's product to say that it is not finite."""
     before = getattr(_quiet, "on", False)
     _quiet.on = True

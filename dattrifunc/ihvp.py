@@ -6,6 +6,7 @@ faces are the bound form (x held, all work that depends on x alone done at build
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,8 @@ from .tree import (
 )
 
 __all__ = [
+    "ihvp_arnoldi",
+    "ihvp_at_x_arnoldi",
     "ihvp_at_x_auto",
     "ihvp_at_x_cg",
     "ihvp_at_x_explicit",
@@ -652,13 +655,9 @@ def ihvp_minres(
 # Nystrom
 
 
-def _nystrom(
-    *, rank: int, regularization: float, tol: float, generator: torch.Generator | None, has_aux: bool, **rest: Any
-) -> _Inverse:
-    method = solvers.nystrom_method(
-        rank=rank, regularization=regularization, tol=tol, generator=generator, want_residual=has_aux
-    )
-    return _Inverse(regularization=regularization, has_aux=has_aux, make=lambda *_: method, **rest)
+def _nystrom(*, regularization: float, has_aux: bool, **knobs: Any) -> _Inverse:
+    make = functools.partial(solvers.nystrom_method, regularization=regularization, want_residual=has_aux)
+    return _iterative(make, regularization=regularization, has_aux=has_aux, **knobs)
 
 
 def ihvp_at_x_nystrom(
@@ -747,6 +746,112 @@ def ihvp_nystrom(
     tensor([0.2500, 0.2500])
     """
     return _nystrom(**locals()).unbound
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arnoldi (Lanczos, as curvature is symmetric)
+
+
+def _arnoldi(*, has_aux: bool, **knobs: Any) -> _Inverse:
+    return _iterative(functools.partial(solvers.arnoldi_method, want_residual=has_aux), has_aux=has_aux, **knobs)
+
+
+def ihvp_at_x_arnoldi(
+    func: Callable[..., Any],
+    *x: Any,
+    argnums: int | tuple[int, ...] = 0,
+    max_iter: int = 100,
+    tol: float = 1e-7,
+    mode: str = "rev-fwd",
+    regularization: float = 0.0,
+    top_k: int = 100,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    chunk_size: int | None = None,
+    generator: torch.Generator | None = None,
+    has_aux: bool = False,
+) -> Solve:
+    """Bind x, build a Krylov space of C once, and return v -> an approximation of (C + lambda I)^-1 v on it.
+
+    C is the Hessian of ``func`` with respect to ``x[argnums]`` (or what ``product`` computes), p its number of scalars;
+    it may be indefinite or singular. C ~ U T U^T with the Ritz values T of largest size, signs kept, on a space of
+    ``max_iter`` directions from a random start: one product each, at build. A call makes none:
+    u = U (T + lambda)^-1 U^T v + (I - U U^T) v / lambda, the last part only where lambda is more than rounding
+    of C; otherwise it is dropped, and u is the pseudo-inverse's on the kept space. max_iter and top_k of at least p are
+    exact. Memory max_iter p numbers at build, top_k p held.
+
+    Args:
+        func: loss, ``func(*x) -> scalar``. Its own reduction sets the scale: a mean loss gives a mean Hessian.
+        x: arguments of ``func``; any pytrees, taken as constants. Only ``argnums`` must be floating point.
+        argnums: which argument, or a tuple for several at once.
+        max_iter: directions of the space, at most p.
+        tol: curvature below this part of the largest (or below rounding) counts as none. Its directions are dropped, or
+            divided by lambda where that is > 0, and counted in ``info.reason``; so is a space that C leads out of by no
+            more, which goes on with a fresh direction. Also what ``info.converged`` holds the residual against.
+        mode: "rev-rev" or "rev-fwd", handed on to the product.
+        regularization: lambda >= 0, in units of loss / parameter**2.
+        top_k: how many Ritz values are kept, the largest in size first.
+        product: ``hvp_at_x``, ``ggnvp_at_x`` (func is a CompositeLoss), ``fvp_at_x`` (func takes one sample), or any
+            function with the signature of the first.
+        in_dims: sample axis per argument of func, handed on to a product over samples, such as ``fvp_at_x``.
+        keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
+        chunk_size: most vectors pushed through autodiff at once; the build takes one at a time, the residual all k.
+        generator: source of the start; same seed, bit-equal answer. None = always the same one.
+        has_aux: return ``(u, SolveInfo)``; spends one product on the residual.
+
+    Returns:
+        ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
+        ``has_aux``, ``(u, SolveInfo)``, each field [] or [k]; ``info.reason`` gives the smallest Ritz value where
+        negative curvature was met (it is inverted with its sign), and how many directions have none.
+
+    Raises:
+        StructureError: v does not match x[argnums] (both structures are printed).
+        DtypeError: a differentiated leaf is not floating point.
+        ValueError: lambda is not >= 0, or max_iter or top_k is not >= 1.
+
+    Warns:
+        ConvergenceWarning: C is not finite, or it is singular, the space is all there is, and v is not in its range.
+            Without ``has_aux``, no other residual is known, and none is judged.
+
+    Source: Schioppa, Zablotskaia, Vilar and Sokolov (2022), Scaling up influence functions, arXiv:2112.03052. Differs:
+    see ``solvers.lanczos.ritz_inverse``.
+
+    >>> loss = lambda p: 1.5 * p["w"] ** 2 - p["b"] ** 2                # Hessian diag(3, -2): indefinite
+    >>> p = {"w": torch.tensor(3.0), "b": torch.tensor(4.0)}
+    >>> u = ihvp_at_x_arnoldi(loss, p)(p)
+    >>> round(float(u["w"]), 4), round(float(u["b"]), 4)
+    (1.0, -2.0)
+    """
+    knobs = {name: value for name, value in locals().items() if name != "x"}  # every parameter, by its name
+    return _arnoldi(**knobs).bound(x)
+
+
+def ihvp_arnoldi(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    max_iter: int = 100,
+    tol: float = 1e-7,
+    mode: str = "rev-fwd",
+    regularization: float = 0.0,
+    *,
+    top_k: int = 100,
+    product: Callable[..., Any] = hvp_at_x,
+    in_dims: Any = None,
+    keep_batch_dim: bool = False,
+    chunk_size: int | None = None,
+    generator: torch.Generator | None = None,
+    has_aux: bool = False,
+) -> SolveAt:
+    """Return ``f(x, v)``, an approximation of (C(x) + lambda I)^-1 v on a Krylov space; see ``ihvp_at_x_arnoldi``.
+
+    Differentiable in v and x: the implicit derivative, whose solve is the same approximation (exact where max_iter and
+    top_k are at least p).
+
+    >>> ihvp_arnoldi(lambda w: (w**3).sum())((torch.ones(2),), torch.ones(2))
+    tensor([0.1667, 0.1667])
+    """
+    return _arnoldi(**locals()).unbound
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -987,6 +1092,17 @@ def _lissa(
         collate=collate_fn,
         keep_batch_dim=keep_batch_dim,
     )
+
+
+@implicit.eager
+def lissa_scaling(func: Callable[..., Any], x: tuple[Any, ...], in_dims: Any, **knobs: Any) -> float:
+    """Return the scale that ``scaling="auto"`` takes, with knobs as in ``ihvp_at_x_lissa``; 0 = no curvature."""
+    inverse = _lissa(func, num_repeat=1, recursion_depth=0, scaling="auto", tol=0.0, has_aux=False, **knobs)
+    system, tensors, count = inverse.at(x, in_dims, detach=True)
+    memory: dict[str, Any] = {}
+    with torch.no_grad():
+        inverse.make(count, memory).rule(system, tensors)
+    return float(memory["scaling"])
 
 
 def ihvp_at_x_lissa(

@@ -28,7 +28,7 @@ from .curvature import (
 )
 from .errors import DtypeError, StructureError, message
 from .losses import CompositeLoss
-from .tree import Layout, Tree, bind, check_callable, check_chunk
+from .tree import Layout, Point, Tree, bind, check_callable, check_chunk
 
 __all__ = [
     "BoundProduct",
@@ -345,8 +345,27 @@ def hessian_matrix(product_at_x: Callable[[Tree], Tree], like: Tree, *, chunk_si
     tensor([[ 6.,  0.],
             [ 0., 12.]])
     """
-    check_callable(product_at_x, "product_at_x", "a bound product, for example hvp_at_x(func, x)")
     chunk = check_chunk(chunk_size)
+    point, product = on_rows(product_at_x, like)
+    p, device = point.layout.size, point.leaves[0].device if point.leaves else None
+    out = torch.empty(p, p, dtype=point.work_dtype, device=device)
+    step = chunk or max(p, 1)
+    for start in range(0, p, step):
+        stop = min(start + step, p)
+        rows = torch.zeros(stop - start, p, dtype=point.work_dtype, device=device)
+        rows.diagonal(start).fill_(1)
+        out[start:stop] = product(rows)
+    return out
+
+
+def on_rows(product_at_x: Any, like: Tree) -> tuple[Point, Callable[[torch.Tensor], torch.Tensor]]:
+    """Check that a bound product and the tree ``like`` belong together; return the point, and rows [k, p] -> products.
+
+    Raises:
+        TypeError: product_at_x cannot be called.
+        StructureError: ``like`` and the product do not belong together; from the product, if it returns no k vectors.
+    """
+    check_callable(product_at_x, "product_at_x", "a bound product, for example hvp_at_x(func, x)")
     layout, fix = Layout.of(like), "pass the tree that the product differentiates, x[argnums]"
     if isinstance(product_at_x, BoundProduct) and product_at_x.point.layout != layout:
         expected, got = _leaves_text(product_at_x.point.layout), _leaves_text(layout)
@@ -354,20 +373,16 @@ def hessian_matrix(product_at_x: Callable[[Tree], Tree], like: Tree, *, chunk_si
     if not layout.dtype.is_floating_point:
         raise DtypeError(message("like", "a tree of floating point tensors", str(layout.dtype), fix))
     point = bind(lambda tree: tree, (like,), 0, detach=True)
-    p, device = layout.size, point.leaves[0].device if point.leaves else None
-    out = torch.empty(p, p, dtype=point.work_dtype, device=device)
-    step = chunk or max(p, 1)
-    for start in range(0, p, step):
-        stop = min(start + step, p)
-        rows = torch.zeros(stop - start, p, dtype=point.work_dtype, device=device)
-        rows.diagonal(start).fill_(1)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
         found, single = point.rows(product_at_x(point.tree(rows, single=False)), "product_at_x(v)")
         if single or len(found) != len(rows):
             expected, got = f"{len(rows)} vectors, as v has", "one" if single else f"{len(found)}"
             fix = "wrap a product of one vector as torch.func.vmap(product_at_x)"
             raise StructureError(message("product_at_x(v)", expected, got, fix))
-        out[start:stop] = found
-    return out
+        return found
+
+    return point, product
 
 
 def _leaves_text(layout: Layout) -> str:

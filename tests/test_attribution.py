@@ -64,6 +64,7 @@ SOLVERS: dict[str, dict[str, Any]] = {
     "minres": {"solver_options": {"tol": 1e-12}},
     "lissa": {"solver_options": {"scaling": 8.0, "recursion_depth": 2000, "batch_size": 3}},
     "nystrom": {},
+    "arnoldi": {},
 }
 
 
@@ -205,14 +206,15 @@ def test_influence_by_the_fisher_equals_dense_algebra(problem, lam, chunk, said)
     assert info.converged.all()
 
 
-def test_the_generator_reaches_nystrom():
+@pytest.mark.parametrize(("solver", "options"), [("nystrom", {"rank": 4}), ("arnoldi", {"max_iter": 4})])
+def test_the_generator_reaches_the_solver(solver, options):
     w, data = torch.randn(9, generator=torch.Generator().manual_seed(0)).double(), (torch.eye(9).double(),)
 
-    def run(seed, **options):
+    def run(seed, **more):
         generator = torch.Generator().manual_seed(seed)
         return influence(
-            lambda w, x: (w @ x) ** 4, w, data, data, solver="nystrom", regularization=0.1, generator=generator,
-            solver_options={"rank": 4}, **options,
+            lambda w, x: (w @ x) ** 4, w, data, data, solver=solver, regularization=0.1, generator=generator,
+            solver_options=options, **more,
         )  # fmt: skip
 
     assert torch.equal(run(1), run(1))
@@ -771,7 +773,7 @@ ROW_ERRORS: list[tuple[str, Any, type[Exception], str]] = [
         "influence-solver",
         run(solver="newton"),
         ValueError,
-        r"solver: expected 'cg' or 'explicit' or 'lissa' or 'minres' or 'nystrom' or 'woodbury', got 'newton'",
+        r"solver: expected 'arnoldi' or 'auto' or 'cg' or 'explicit' or 'lissa' or .*'woodbury', got 'newton'",
     ),
     ("influence-nystrom", run(solver="nystrom"), ValueError, r"regularization: .*> 0, got 0. Fix: pass lambda > 0"),
     ("influence-woodbury", run(solver="woodbury"), ValueError, r"regularization: .*> 0, got 0. Fix: pass lambda > 0"),

@@ -30,6 +30,8 @@ from dattrifunc import (
     hessian_matrix,
     hvp,
     hvp_at_x,
+    ihvp_arnoldi,
+    ihvp_at_x_arnoldi,
     ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
@@ -45,6 +47,7 @@ from dattrifunc import (
     ihvp_nystrom,
     ihvp_woodbury,
     solvers,
+    spectrum,
 )
 
 Case = tuple[str, Callable[[], Any], type[Exception], str]
@@ -107,6 +110,16 @@ KNOBS = {
         (0, ValueError, r"rank: expected an integer >= 1, got 0. Fix: pass how many directions of curvature"),
         (2.5, TypeError, r"rank: expected an integer >= 1, got 2.5. Fix"),
         (None, TypeError, r"rank: expected an integer >= 1, got None. Fix"),
+    ],
+    "top_k": [
+        (0, ValueError, r"top_k: expected an integer >= 1, got 0. Fix: pass how many eigenvalues to keep"),
+        (2.5, TypeError, r"top_k: expected an integer >= 1, got 2.5. Fix"),
+        (None, TypeError, r"top_k: expected an integer >= 1, got None. Fix"),
+    ],
+    "max_iter arnoldi": [  # it has no cap of its own
+        (0, ValueError, r"max_iter: expected an integer >= 1, got 0. Fix: pass how many products to build the space"),
+        (1.5, TypeError, r"max_iter: expected an integer >= 1, got 1.5. Fix"),
+        (None, TypeError, r"max_iter: expected an integer >= 1, got None. Fix"),
     ],
     "block": [
         ("yes", ValueError, r"block: expected True, False or 'auto', got 'yes'. Fix: pass block=True to share one Kr"),
@@ -212,8 +225,9 @@ IN_DIMS = [
 
 def wrong_knobs(call: str, make: Callable[..., Any], *names: str) -> list[Case]:
     return [
-        (f"{call} {name} {value!r:.20}", lambda n=name, v=value: make(**{n: v}), error, text)
+        (f"{call} {name} {value!r:.20}", lambda n=keyword, v=value: make(**{n: v}), error, text)
         for name in names
+        for keyword in [name.partition(" ")[0]]
         for value, error, text in KNOBS[name]
     ]
 
@@ -254,6 +268,7 @@ INVERSES: dict[str, tuple[Any, Any, list[str]]] = {
         functools.partial(ihvp_at_x_nystrom, **POSITIVE),
         ["argnums", "mode", "chunk_size", "product", "rank", "tol", "generator"],
     ),
+    "arnoldi": (ihvp_arnoldi, ihvp_at_x_arnoldi, [*COMMON, "product", "max_iter arnoldi", "top_k", "tol", "generator"]),
     "woodbury": (
         functools.partial(ihvp_woodbury, **POSITIVE, in_dims=(None, 0)),
         functools.partial(ihvp_at_x_woodbury, **POSITIVE, in_dims=(None, 0)),
@@ -611,6 +626,90 @@ LATE += [
     ),
 ]
 
+# Spectrum: all take a bound product and a tree, and share a door.
+SPECTRUM: dict[str, Any] = {
+    "eigsh": lambda f, like, **knobs: spectrum.eigsh(f, like, **{"k": 2, **knobs}),
+    "trace": spectrum.trace,
+    "diagonal": spectrum.diagonal,
+    "suggest_regularization": spectrum.suggest_regularization,
+}
+KNOBS |= {
+    "k": [
+        (0, ValueError, r"k: expected an integer >= 1, got 0. Fix: pass how many eigenvalues to return"),
+        (1.5, TypeError, r"k: expected an integer >= 1, got 1.5. Fix"),
+        (10, ValueError, r"k: expected at most the number of parameters \(9\), got 10. Fix: pass a smaller k; hess"),
+    ],
+    "which": [
+        ("BE", ValueError, r"which: expected 'LA' or 'SA' or 'LM', got 'BE'. Fix"),
+        (None, ValueError, r"which: expected 'LA' or 'SA' or 'LM', got None. Fix"),
+    ],
+    "max_iter eigsh": [
+        (0, ValueError, r"max_iter: expected an integer >= 1, got 0. Fix: pass the most products, for example 300"),
+        (None, TypeError, r"max_iter: expected an integer >= 1, got None. Fix"),
+    ],
+    "num_samples": [
+        (1, ValueError, r"num_samples: expected an integer >= 2, got 1. Fix: pass how many vectors to multiply C"),
+        (2.5, TypeError, r"num_samples: expected an integer >= 2, got 2.5. Fix"),
+        (None, TypeError, r"num_samples: expected an integer >= 2, got None. Fix"),
+    ],
+}
+BOUND = [
+    (3, TypeError, r"product_at_x: expected a function, got int. Fix: pass a bound product, for example hvp_at_x"),
+    (
+        "one",
+        lambda v: {k: a[0] for k, a in v.items()},
+        StructureError,
+        r"product_at_x\(v\): expected \d vectors, .*one",
+    ),
+    ("bare", lambda v: v["w"], StructureError, r"product_at_x\(v\): expected the structure .*'b'"),
+    (
+        "nan",
+        lambda v: {**v, "b": v["b"] * float("nan")},
+        ValueError,
+        r"product_at_x\(v\): expected finite curvature, got \d+ NaN or inf entries in 'b'. Fix: look for log",
+    ),
+]
+LIKES = [
+    ("few", {"w": P["w"]}, StructureError, LIKE + r"leaves 'w' float32\[2, 3\]\."),
+    ("order", dict(reversed(P.items())), StructureError, LIKE + "leaves 'b' "),
+    ("none", None, StructureError, LIKE + "no leaves. Fix"),
+]
+EMPTY = r"like: expected at least one number, got a tree without any. Fix: pass the tree"
+LATE += [
+    case
+    for name, f in SPECTRUM.items()
+    for case in [
+        *wrong(name, "product", BOUND, lambda product, f=f: f(product, P)),
+        *wrong(name, "like", LIKES, lambda like, f=f: f(hvp_at_x(loss, (P, X)), like)),
+        *wrong(name, "like", [({}, StructureError, EMPTY)], lambda like, f=f: f(lambda v: v, like)),
+        *wrong_knobs(
+            name,
+            lambda f=f, **knobs: f(lambda v: v, P, **knobs),
+            "generator",
+            *{
+                "eigsh": ["k", "which", "tol", "max_iter eigsh"],
+                "suggest_regularization": ["tol", "max_iter eigsh"],
+            }.get(name, ["num_samples"]),
+        ),
+        (
+            f"{name} transform",
+            lambda f=f: torch.func.vmap(lambda _: f(lambda v: v, P))(X),
+            RuntimeError,
+            r"spectrum: expected a call outside torch.func transforms, got one inside. Fix: call it outside",
+        ),
+    ]
+]
+DOOR += [
+    *wrong("suggest_scaling", "func", FUNCS, lambda f: spectrum.suggest_scaling(f, P, X)),
+    *wrong("suggest_scaling", "x", ARGUMENTS, lambda x: spectrum.suggest_scaling(loss, *x)),
+    *wrong("suggest_scaling", "in_dims", IN_DIMS, lambda dims: spectrum.suggest_scaling(loss, P, X, in_dims=dims)),
+    *wrong_knobs(
+        "suggest_scaling",
+        lambda **knobs: spectrum.suggest_scaling(loss, P, X, **knobs),
+        *[*COMMON, "product", "collate_fn", "batch_size", "damping", "generator"],
+    ),
+]
+
 # ---------------------------------------------------------------------------------------------------------------------
 # solvers
 
@@ -653,14 +752,14 @@ BATCHES = [
         lambda v: v[:1],
         torch.eye(3)[:2],
         StructureError,
-        r"matvec\(v\): expected [23] vectors, as v, got k = 1. Fix",
+        r"matvec\(v\): expected [123] vectors, as v, got k = 1. Fix",
     ),
     (
         "one",
         lambda v: v[0],
         torch.eye(3)[:2],
         StructureError,
-        r"matvec\(v\): expected [23] vectors, as v, got one. Fix",
+        r"matvec\(v\): expected [123] vectors, as v, got one. Fix",
     ),
 ]
 SOLVERS: dict[str, tuple[Any, list[str]]] = {
@@ -669,6 +768,7 @@ SOLVERS: dict[str, tuple[Any, list[str]]] = {
     "minres": (solvers.minres, ITERATIVE[1:]),
     "explicit": (solvers.explicit, []),
     "nystrom": (functools.partial(solvers.nystrom, **POSITIVE), ["rank", "tol", "generator"]),
+    "arnoldi": (solvers.arnoldi, ["regularization", "max_iter arnoldi", "top_k", "tol", "generator"]),
     "lissa": (
         solvers.lissa,
         SAMPLING,
@@ -791,6 +891,7 @@ def test_every_public_call_has_six_wrong_calls():
         "partition",
         "combine",
     }
+    here |= set(SPECTRUM) | {"suggest_scaling"}
     here |= {f"{form}{name}" for form in ("ihvp_", "ihvp_at_x_") for name in INVERSES}
     assert {name: names[name] for name in here | {n for n in solvers.__all__ if n.islower()} if names[name] < 6} == {}
     rows = {"RowStore", "grad_rows", "per_sample_grads", "influence", "scores", "self_scores", "top_k"}

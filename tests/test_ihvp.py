@@ -18,6 +18,8 @@ from dattrifunc import (
     ConvergenceWarning,
     hvp,
     hvp_at_x,
+    ihvp_arnoldi,
+    ihvp_at_x_arnoldi,
     ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
@@ -52,6 +54,7 @@ SOLVERS = {
     "cg jacobi": (ihvp_cg, ihvp_at_x_cg, {"tol": 1e-12, "preconditioner": "jacobi"}),
     "minres nystrom": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12, "preconditioner": "nystrom"}),
     "minres M": (ihvp_minres, ihvp_at_x_minres, {"tol": 1e-12, "preconditioner": half}),
+    "arnoldi": (ihvp_arnoldi, ihvp_at_x_arnoldi, {"tol": 1e-12, "mode": "rev-rev"}),
     "lissa": (ihvp_lissa, ihvp_at_x_lissa, {"scaling": 6.5, "recursion_depth": 400}),
 }
 FORMS = {

@@ -164,7 +164,10 @@ def test_minimise_reaches_each_rows_own_minimum_with_a_poor_first_guess():
         (["--seed", "-3"], ["--seed", "an integer", "'-3'"]),
         (["--seed", "1.5"], ["--seed", "an integer", "'1.5'"]),
         (["--model", "cnn"], ["--model", "softmax", "mlp", "'cnn'"]),
-        (["--solver", "lu"], ["--solver", "explicit", "cg", "minres", "lissa", "nystrom", "woodbury", "auto", "'lu'"]),
+        (
+            ["--solver", "lu"],
+            ["--solver", "explicit", "cg", "minres", "lissa", "arnoldi", "nystrom", "woodbury", "auto", "'lu'"],
+        ),
         (["--solver", "nystrom"], ["--regularization: expected a number > 0 for --solver nystrom"]),
         (["--solver", "woodbury"], ["--regularization: expected a number > 0 for --solver woodbury"]),
         (["--out", __file__], ["--out", "a folder", "test_main.py"]),

@@ -51,6 +51,7 @@ NAMES = {
     "cg nystrom": {"tol": 1e-12, "preconditioner": "nystrom"},
     "minres nystrom": {"tol": 1e-12, "preconditioner": "nystrom"},
     "explicit": {},
+    "arnoldi": {"tol": 1e-12},
     "lissa": LISSA,
 }
 ITERATIVE = ["cg", "minres"]

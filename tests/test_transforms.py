@@ -24,6 +24,8 @@ from dattrifunc import (
     ggnvp_at_x,
     hvp,
     hvp_at_x,
+    ihvp_arnoldi,
+    ihvp_at_x_arnoldi,
     ihvp_at_x_auto,
     ihvp_at_x_cg,
     ihvp_at_x_explicit,
@@ -241,6 +243,7 @@ MAPS = {
         divide,
     ),
     "ihvp_nystrom": (lambda w, v, x: ihvp_nystrom(loss, 0, 5, LAM)((w, x, Y), v), divide),
+    "ihvp_arnoldi": (lambda w, v, x: ihvp_arnoldi(loss, 0, 5, 1e-7, "rev-rev", LAM)((w, x, Y), v), divide),
     "ihvp_minres M": (
         lambda w, v, x: ihvp_minres(loss, tol=1e-13, regularization=LAM, preconditioner=lambda u: u / (1 + W**2))(
             (w, x, Y), v
@@ -256,6 +259,7 @@ MAPS = {
         lambda w, v, x: solvers.nystrom(matrix(w, x), v, regularization=LAM).value,
         over(lambda w, x: matrix(w, x) + LAM * torch.eye(P).double()),
     ),
+    "solvers.arnoldi": (lambda w, v, x: solvers.arnoldi(matrix(w, x), v).value, divide),
     "solvers.explicit": (lambda w, v, x: solvers.explicit(matrix(w, x), v).value, divide),
     "solvers.lissa": (
         lambda w, v, x: (lambda h: solvers.lissa(lambda u: h @ u, v, scaling=6.0, recursion_depth=300).value)(
@@ -364,6 +368,7 @@ BOUND = {
         over(fisher),
     ),
     "ihvp_at_x_nystrom": (lambda w, x: ihvp_at_x_nystrom(loss, w, x, Y, rank=3, regularization=LAM), divide),
+    "ihvp_at_x_arnoldi": (lambda w, x: ihvp_at_x_arnoldi(loss, w, x, Y, regularization=LAM), divide),
     "ihvp_at_x_minres nystrom": (
         lambda w, x: ihvp_at_x_minres(loss, w, x, Y, tol=1e-13, regularization=LAM, preconditioner="nystrom"),
         divide,
@@ -427,7 +432,7 @@ def test_bound_inside_a_transform(name):
     assert bind(torch.nn.Parameter(W), X)(V.clone().requires_grad_()).requires_grad
 
 
-@pytest.mark.parametrize("name", ["ihvp_cg", "ihvp_minres", "ihvp_explicit", "ihvp_nystrom"])
+@pytest.mark.parametrize("name", ["ihvp_cg", "ihvp_minres", "ihvp_explicit", "ihvp_nystrom", "ihvp_arnoldi"])
 def test_info_passes_through_vmap(name):
     f = getattr(dattrifunc, name)(loss, regularization=LAM, has_aux=True)
     u, info = vmap(lambda w, v: f((w, X, Y), v))(WW, VV)
@@ -441,7 +446,9 @@ def test_info_passes_through_vmap(name):
 
 @pytest.mark.fault("F85")
 @pytest.mark.parametrize("order", ["grad", "jvp", "jacrev of vmap v", "grad of vmap w"])
-@pytest.mark.parametrize("name", ["hvp", "ggnvp", "fvp", "ihvp_cg", "ihvp_cg fvp", "ihvp_nystrom", "ihvp_woodbury"])
+@pytest.mark.parametrize(
+    "name", ["hvp", "ggnvp", "fvp", "ihvp_cg", "ihvp_cg fvp", "ihvp_nystrom", "ihvp_arnoldi", "ihvp_woodbury"]
+)
 def test_derivatives_through_norm_layers(name, order):
     """A derivative taken outside a vmap through layer_norm is wrong in torch itself: ours are taken row by row.
 
@@ -473,6 +480,7 @@ def test_derivatives_through_norm_layers(name, order):
         "fvp": lambda: (fvp(norm_loss, in_dims=(None, 0)), X),
         "ihvp_cg": lambda: (ihvp_cg(norm_loss, **solving), X),
         "ihvp_cg fvp": lambda: (ihvp_cg(norm_loss, product=fvp_at_x, in_dims=(None, 0), **solving), X),
+        "ihvp_arnoldi": lambda: (ihvp_arnoldi(norm_loss, mode="rev-rev", regularization=20.0), X),
         "ihvp_nystrom": lambda: (ihvp_nystrom(norm_loss, regularization=20.0), X),
         "ihvp_woodbury": lambda: (ihvp_woodbury(norm_loss, in_dims=(None, 0), regularization=20.0), X),
     }[name]()

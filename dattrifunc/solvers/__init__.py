@@ -40,13 +40,26 @@ from .conjugate import cg_rows
 from .dense import Factor, check_symmetric, factorise, matrix_of
 from .gram import factor_gram
 from .info import SolveInfo, SolveResult, Status, warn_unsolved
+from .lanczos import arnoldi_rows, ritz_inverse, seed_of
 from .minimal import minres_rows
 from .precondition import PROBES, by_diagonal, diagonal_of, random_signs
 from .rows import as_returned
 from .sketch import RANK, by_sketch, directions, nystrom_rows, sketched
 from .stochastic import draw_batches, largest_batch_curvature, lissa_rows
 
-__all__ = ["SolveInfo", "SolveResult", "Status", "auto", "cg", "explicit", "lissa", "minres", "nystrom", "woodbury"]
+__all__ = [
+    "SolveInfo",
+    "SolveResult",
+    "Status",
+    "arnoldi",
+    "auto",
+    "cg",
+    "explicit",
+    "lissa",
+    "minres",
+    "nystrom",
+    "woodbury",
+]
 
 Callback = Callable[[int, torch.Tensor], None]
 Preconditioner = Callable[[Tree], Tree] | str | None
@@ -386,6 +399,33 @@ def nystrom_method(
         return _judged(problem, "nystrom", tol, run, full)
 
     return Method("nystrom", rule, tol)
+
+
+def arnoldi_method(
+    *, max_iter: int, top_k: int, tol: float, generator: torch.Generator | None, want_residual: bool
+) -> Method:
+    """Return the inverse on a Krylov space with these knobs; it is built once, when the rule meets the tensors."""
+    max_iter = check_count(max_iter, "max_iter", fix="pass how many products to build the space from, for example 100")
+    top_k = check_count(top_k, "top_k", fix="pass how many eigenvalues to keep, for example top_k=100")
+    tol = check_number(tol, "tol", fix=_TOL_FIX)
+    check_generator(generator)
+    drawn: list[int] = []  # what chance decided: a seed, once, also for the solves behind a derivative
+
+    def rule(problem: Problem, tensors: Leaves) -> Callable[[torch.Tensor], implicit.Raw]:
+        if not drawn:
+            drawn.append(seed_of(generator))
+        eps, shift, product = problem.point.eps, problem.shift, problem.unshifted(tensors)
+        like = torch.empty(problem.layout.size, dtype=problem.point.work_dtype, device=device_of(problem.point))
+        knobs: dict[str, Any] = {"shift": shift, "tol": tol, "eps": eps}
+        inverse = ritz_inverse(product, _sizes(problem), like, max_iter=max_iter, top_k=top_k, seed=drawn[0], **knobs)
+        full = implicit.shifted(product, shift) if want_residual else None
+
+        def run(rows: torch.Tensor) -> implicit.Raw:
+            return arnoldi_rows(inverse, rows, layout=problem.layout, full=full, notes=problem.notes.texts, **knobs)
+
+        return _judged(problem, "arnoldi", tol, run, full)
+
+    return Method("arnoldi", rule, tol)
 
 
 def lissa_method(
@@ -956,6 +996,52 @@ def nystrom(
     """
     method = nystrom_method(rank=rank, regularization=regularization, tol=tol, generator=generator, want_residual=True)
     return _solve(matvec, b, method, batched=batched, shift=float(regularization))
+
+
+def arnoldi(
+    matvec: Callable[[Tree], Tree],
+    b: Tree,
+    *,
+    regularization: float = 0.0,
+    max_iter: int = 100,
+    top_k: int = 100,
+    batched: bool = False,
+    generator: torch.Generator | None = None,
+    tol: float = 1e-7,
+) -> SolveResult:
+    """Approximate u in (A + lambda I) u = b on a Krylov space of A, symmetric: indefinite or singular as it may be.
+
+    A ~ U T U^T, T the Ritz values of largest size, with their signs, on a space of ``max_iter`` directions from a
+    random start. u = U (T + lambda)^-1 U^T b + (I - U U^T) b / lambda, the last part only where lambda is more than
+    rounding of A. Exact where max_iter and top_k are at least p. One product more tells the residual.
+
+    Args:
+        matvec: v -> A v, without lambda, on trees like b; or the matrix [p, p] itself.
+        b: the right-hand side, any tree of floating point tensors; with ``batched`` one leading axis k on every leaf.
+        regularization: lambda >= 0.
+        max_iter: directions of the space, at most p; one product of one vector each.
+        top_k: how many Ritz values are kept.
+        batched: matvec and b carry the leading axis k.
+        generator: source of the start; same seed, bit-equal answer. None = always the same one.
+        tol: curvature below this part of the largest (or below rounding) counts as none: its directions are dropped, or
+            divided by lambda where that is > 0. Also what ``info.converged`` holds the relative residual against.
+
+    Returns:
+        SolveResult(value, info); status 1 where max_iter or top_k is too low for tol, 3 where b is not in the range of
+        a singular A (u is then the least-squares answer of least norm). ``info.reason`` tells of negative curvature and
+        of dropped directions.
+
+    Raises:
+        ValueError: max_iter or top_k is not >= 1, or lambda is not >= 0.
+
+    Source: see ``solvers.lanczos.ritz_inverse``.
+
+    >>> arnoldi(torch.diag(torch.tensor([2.0, 2.0, -4.0])), torch.tensor([2.0, 4.0, 4.0])).value.round(decimals=4)
+    tensor([ 1.,  2., -1.])
+    """
+    shift = check_number(regularization, "regularization", fix="pass lambda >= 0 in units of A, or leave it out")
+    method = arnoldi_method(max_iter=max_iter, top_k=top_k, tol=tol, generator=generator, want_residual=True)
+    return _solve(matvec, b, method, batched=batched, shift=shift)
 
 
 def lissa(

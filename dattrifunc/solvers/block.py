@@ -10,7 +10,7 @@ import torch
 from ..implicit import Raw
 from ..tree import Layout
 from .info import Status, told_indefinite
-from .krylov import outside, principal
+from .krylov import noise, outside, principal
 from .precondition import WRONG, Guarded, random_signs
 from .rows import Matvec, attainable, gauge_of, judge, leaves_at, normalise, start_at
 
@@ -238,7 +238,7 @@ def block_rows(
             size = torch.maximum(size, norm(aw, dim=-1).amax(-1, keepdim=True))
             lowest = torch.minimum(lowest, torch.linalg.vecdot(w, aw).amin(-1))
             begin = space.size
-            space.add(w, aw, max(10.0, p**0.5) * eps * size.squeeze(-1).double())
+            space.add(w, aw, noise(p, eps) * size.squeeze(-1).double())
             r = space.take(r, begin)
             length = torch.where(active, norm(r, dim=-1), length)
             if callback is not None:
@@ -279,7 +279,7 @@ def block_rows(
     negative = torch.zeros_like(lowest, dtype=torch.bool)
     if bool((lowest < 0).any()) or bool(unsolved.any()):
         least = space.least().to(rows.dtype)
-        negative = least < -max(10.0, p**0.5) * eps * size.squeeze(-1)
+        negative = least < -noise(p, eps) * size.squeeze(-1)
     if bool(negative.any()):
         if notes is not None:
             notes.append(told_indefinite(float((least * scale).min())))

@@ -12,6 +12,7 @@ from ..errors import message
 from ..implicit import Raw
 from ..tree import Layout
 from .info import Status
+from .krylov import noise
 from .rows import judge, leaves_at, normalise
 
 __all__ = ["Factor", "check_symmetric", "cholesky_solve", "factorise", "matrix_of", "refined", "require_finite"]
@@ -133,7 +134,7 @@ def factorise(matrix: torch.Tensor, layout: Layout, eps: float) -> Factor:
     gauge = gauge.masked_fill(gauge == 0, 1.0)
     unit = matrix / gauge  # so that no norm leaves the range of the dtype
     make = functools.partial(Factor, matrix, gauge)
-    cut = max(10.0, matrix.shape[-1] ** 0.5) * eps
+    cut = noise(matrix.shape[-1], eps)
     lower, failed = torch.linalg.cholesky_ex(unit)
     cholesky = functools.partial(cholesky_solve, lower)
     if not bool(failed.any()) and _regular(unit, cholesky, cut):

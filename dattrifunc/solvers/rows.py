@@ -18,6 +18,7 @@ __all__ = [
     "divide",
     "gauge_of",
     "judge",
+    "judge_approximation",
     "leaves_at",
     "normalise",
     "start_at",
@@ -149,6 +150,43 @@ def judge(
     value = value.masked_fill(lost.unsqueeze(-1), float("nan"))
     residual = residual.masked_fill(scaled.zero, 0.0).masked_fill(lost, float("nan"))
     return Raw(value, met, status, iterations.masked_fill(scaled.zero | scaled.nonfinite, 0), residual)
+
+
+def judge_approximation(
+    scaled: Scaled,
+    u: torch.Tensor,
+    known: torch.Tensor,
+    size: torch.Tensor,
+    status: torch.Tensor,
+    iterations: torch.Tensor,
+    tol: float,
+    eps: float,
+    gauge: torch.Tensor,
+    full: Matvec | None,
+) -> Raw:
+    """Return the answer of an approximation, judged as ``judge`` does where a product is spent on its residual.
+
+    Args:
+        scaled: as in ``judge``.
+        u: as in ``judge``.
+        known: what is known of the residual without a product: inf where the answer must not pass for a solution.
+        size: as in ``judge``.
+        status: as in ``judge``.
+        iterations: as in ``judge``.
+        tol: as in ``judge``.
+        eps: as in ``judge``.
+        gauge: as in ``judge``.
+        full: rows -> (C + lambda I) rows; None = not wanted, and the residual is NaN.
+    """
+    residual = known
+    if full is not None:
+        residual = torch.linalg.vector_norm(scaled.unit - full(u) / gauge, dim=-1).nan_to_num(torch.inf, torch.inf)
+        residual = residual.masked_fill((status == Status.NONFINITE) & known.isinf(), torch.inf)
+    raw = judge(scaled, u, residual, size, status, iterations, tol, eps, gauge)
+    if full is None:
+        gone = (raw.status == Status.NONFINITE) | ~scaled.zero
+        raw = raw._replace(residual=raw.residual.masked_fill(gone, torch.nan))
+    return raw
 
 
 def as_returned(raw: Raw, rows: torch.Tensor, layout: Layout, matvec: Matvec | None) -> Raw:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from ..implicit import Raw
 from .info import Status
-from .rows import Matvec, judge, normalise
+from .krylov import noise, spectral
+from .rows import Matvec, judge_approximation, normalise
 
 __all__ = ["RANK", "Sketch", "by_sketch", "directions", "nystrom_rows", "sketched"]
 
@@ -34,16 +34,7 @@ class Sketch(NamedTuple):
 
     def spectral(self, factors: torch.Tensor) -> Matvec:
         """Return rows [k, *B, p] -> (I - U U^T) rows + U diag(factors) U^T rows."""
-        factors = factors.to(self.vectors.dtype).unsqueeze(-1)
-
-        def apply(rows: torch.Tensor) -> torch.Tensor:
-            columns = rows.movedim(0, -1)
-            inside = self.vectors.mT @ columns
-            rest = columns - self.vectors @ inside
-            rest = rest - self.vectors @ (self.vectors.mT @ rest)  # once more: the first leaves rounding of U U^T
-            return (rest + self.vectors @ (factors * inside)).movedim(-1, 0)
-
-        return apply
+        return spectral(self.vectors, factors)
 
 
 def directions(rank: int, p: int, generator: torch.Generator | None) -> torch.Tensor:
@@ -88,22 +79,17 @@ def sketched(product: Matvec, test: torch.Tensor, lead: tuple[int, ...], like: t
     lower, failed = torch.linalg.cholesky_ex(core + shift * torch.eye(r).to(like))
     root = torch.linalg.solve_triangular(lower, (image + shift * test).mT, upper=False).mT  # C + shift = root root^T
     values, vectors = torch.linalg.eigh(core)
-    noise = _rounding(p) * eps * size
+    small = noise(p, eps) * size
     failed = (failed != 0) | (size == 0)
-    kept = values > noise.unsqueeze(-1)
+    kept = values > small.unsqueeze(-1)
     positive = image @ vectors * torch.where(kept, values.where(kept, 1.0).rsqrt(), 0.0).unsqueeze(-2)
     root = torch.where(failed[..., None, None], positive, root)
     basis, singular, _ = torch.linalg.svd(root, full_matrices=False)
     taken = torch.where(failed, 0.0, shift[..., 0, 0]).unsqueeze(-1)
     unit = (singular.double() ** 2 - taken).clamp(min=0.0)
     scale = gauge.squeeze(-1).double()
-    lowest = torch.where(values[..., 0] < -noise, values[..., 0], 0.0) * scale.squeeze(-1)
+    lowest = torch.where(values[..., 0] < -small, values[..., 0], 0.0) * scale.squeeze(-1)
     return Sketch(basis, unit * scale, lowest, lost)
-
-
-def _rounding(p: int) -> float:
-    """Return how many rounding units of the largest curvature a curvature must have to count as more than noise."""
-    return max(10.0, math.sqrt(p))
 
 
 def by_sketch(sketch: Sketch, shift: float) -> Matvec:
@@ -115,7 +101,7 @@ def by_sketch(sketch: Sketch, shift: float) -> Matvec:
     values = sketch.values
     if not values.shape[-1]:
         return lambda rows: rows
-    floor = _rounding(sketch.vectors.shape[-2]) * torch.finfo(sketch.vectors.dtype).eps
+    floor = noise(sketch.vectors.shape[-2], torch.finfo(sketch.vectors.dtype).eps)
     least = (floor * values[..., :1]).clamp(min=shift)
     return sketch.spectral(torch.where(least > 0, (values[..., -1:] + least) / (values + least), 1.0))
 
@@ -149,14 +135,11 @@ def nystrom_rows(
     whole = r == p
     status = torch.full(negative.shape, int(Status.STAGNATED if whole else Status.MAX_ITER), device=u.device)
     status = status.masked_fill(negative, int(Status.NEGATIVE_CURVATURE)).masked_fill(lost, int(Status.NONFINITE))
-    residual = torch.zeros_like(u[..., :1].sum(-1))
-    if full is not None:
-        residual = torch.linalg.vector_norm(scaled.unit - full(u) / shift, dim=-1)
-    wrong = lost | negative if full is None else lost
-    residual = residual.nan_to_num(torch.inf, torch.inf).masked_fill(wrong, torch.inf)
-    size = 1 + sketch.values.amax(-1).expand_as(residual) / shift if r else torch.ones_like(residual)
+    known = torch.zeros_like(scaled.norm).masked_fill(negative, torch.inf)
+    size = 1 + sketch.values.amax(-1).expand_as(known) / shift if r else torch.ones_like(known)
     gauge = torch.full((), shift, dtype=u.dtype, device=u.device)
-    raw = judge(scaled, u, residual, size, status, torch.zeros_like(status), tol, eps, gauge)
+    steps = torch.zeros_like(status)
+    raw = judge_approximation(scaled, u, known.masked_fill(lost, torch.inf), size, status, steps, tol, eps, gauge, full)
     if bool((raw.status == Status.NEGATIVE_CURVATURE).any()):
         lowest = float(sketch.lowest.min())
         enough = -1.01 * lowest / _NEGLIGIBLE
@@ -169,7 +152,4 @@ def nystrom_rows(
         notes.append(
             f"rank {r} of {p} ends at curvature {least:.2g}, lambda is {shift:.2g}; raise rank, or use ihvp_cg"
         )
-    if full is None:
-        gone = (raw.status == Status.NONFINITE) | ~scaled.zero
-        raw = raw._replace(residual=raw.residual.masked_fill(gone, torch.nan))
     return raw

@@ -26,7 +26,7 @@ from torch.func import functional_call
 
 import dattrifunc
 from benchmarks.products import digits, problem
-from dattrifunc import CompositeLoss, Layout, ggnvp_at_x, hvp_at_x
+from dattrifunc import CompositeLoss, Layout, SolveInfo, ggnvp_at_x, hvp_at_x
 from dattrifunc.curvature import Curvature
 
 TOL = 1e-5
@@ -112,12 +112,13 @@ def composite(*widths: int) -> CompositeLoss:
     return CompositeLoss(lambda params, x: functional_call(model, params, (x,)), torch.nn.functional.cross_entropy)
 
 
-def gauss_newton(lam: float, k: int, widths: tuple[int, ...] = (64, 128, 64, 10)) -> Task:
+def gauss_newton(
+    lam: float, k: int, widths: tuple[int, ...] = (64, 128, 64, 10), dtype: torch.dtype = torch.float32
+) -> Task:
     """Return the Gauss-Newton matrix of a trained MLP on digits."""
-    found = problem("mlp", *widths)
-    return Task(
-        f"ggn {'-'.join(map(str, widths))}", composite(*widths), (found.params, *found.data), ggnvp_at_x, k, lam
-    )
+    found, (x, y) = problem("mlp", *widths), digits()
+    params, x = {n: leaf.to(dtype) for n, leaf in found.params.items()}, x.to(dtype)
+    return Task(f"ggn {'-'.join(map(str, widths))}", composite(*widths), (params, x, y), ggnvp_at_x, k, lam)
 
 
 def grid() -> list[Task]:
@@ -141,7 +142,7 @@ def grid() -> list[Task]:
         ((64, 128, 64, 10), [(1, 1e-3), (8, 1e-1), (256, 1.0)]),
         ((64, 149, 64, 10), [(1, 1.0), (8, 1e-2)]),
     ):
-        tasks += [gauss_newton(lam, k, widths) for k, lam in points]
+        tasks += [gauss_newton(lam, k, widths, torch.float64) for k, lam in points]
     return tasks
 
 
@@ -166,6 +167,27 @@ def choices(task: Task) -> dict[str, Callable[[], Any]]:
         "explicit": form("explicit", chunk_size=256),
         "auto": form("auto", tol=TOL),
     }
+
+
+def plain(task: Task) -> Callable[[], Any]:
+    """Return conjugate gradients as in a textbook, until each recursive residual meets the tolerance."""
+
+    def solve() -> Any:
+        layout, product = Layout.of(task.x[0]), task.product(task.loss, task.x, regularization=task.lam)
+        b = layout.ravel_rows(task.vectors())
+        u, r, p, rr = torch.zeros_like(b), b.clone(), b.clone(), b.square().sum(-1, keepdim=True)
+        end, steps = TOL**2 * rr, 0
+        while bool((rr > end).any()):
+            ap = layout.ravel_rows(product(layout.unravel_rows(p)))
+            alpha = torch.where(rr > end, rr / (p * ap).sum(-1, keepdim=True), 0.0)
+            u, r, steps = u + alpha * p, r - alpha * ap, steps + 1
+            after = r.square().sum(-1, keepdim=True)
+            p, rr = r + after / rr * p, after
+        none = torch.zeros(len(b))
+        info = SolveInfo(none == 0, none.long(), none.long() + steps, none, method="plain", reason="")
+        return layout.unravel_rows(u), info
+
+    return solve
 
 
 def measure(task: Task, solve: Callable[[], Any], most: float = float("inf")) -> dict[str, Any] | None:
@@ -197,7 +219,7 @@ def columns() -> list[dict[str, Any]]:
     records = []
     for lam, target in TARGETS.items():
         task, floor = gauss_newton(lam, 32), 0
-        for name, solve in choices(task).items():
+        for name, solve in {"textbook cg": plain(task), **choices(task)}.items():
             if name == "explicit":
                 continue
             found = measure(task, solve)
@@ -250,9 +272,7 @@ def choosing() -> list[dict[str, Any]]:
 
 def indefinite() -> list[dict[str, Any]]:
     """Print and return what each solver says of the indefinite Hessian of an MLP."""
-    print(
-        "\nHessian of an MLP 64-128-64-10 on digits after a little training, lambda 1e-3, 8 vectors, float64: indefinite"
-    )
+    print("\nindefinite Hessian: MLP 64-128-64-10 on digits after a little training, 8 vectors, lambda 1e-3, float64")
     widths = (64, 128, 64, 10)
     params = early(*widths)
     x, y = digits()
@@ -266,7 +286,8 @@ def indefinite() -> list[dict[str, Any]]:
         assert found is not None
         records.append({"table": "indefinite", "solver": name, **found})
         print(
-            f"{name:<12} {found['products']:>7} products, residual {found['residual']:.1e}, {found['solved']} solved: {found['reason']}",
+            f"{name:<12} {found['products']:>7} products, residual {found['residual']:.1e}, {found['solved']} solved: "
+            f"{found['reason']}",
             flush=True,
         )
     return records

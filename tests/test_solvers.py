@@ -175,7 +175,7 @@ def test_cg_tells_the_smallest_eigenvalue(p, seed, scale, k):
     h, rng = spectral(seed, p, values)
     b = torch.randn(k, p, generator=rng, dtype=torch.float64)
     b[-1] *= 0.5 ** torch.arange(p)
-    for dtype, slack in ((torch.float64, 1e-3), (torch.float32, 1e-2)):
+    for dtype, slack in ((torch.float64, 1e-3), (torch.float32, 2e-2)):
         matrix = (h * scale).to(dtype)
         info = solve("cg", matrix, b.to(dtype), tol=1e-10, max_iter=3 * p).info
         least, enough = told_eigenvalue(info.reason)

@@ -297,7 +297,7 @@ def _checked(
     """Return r [b, k, p] and its norms, if one product says that it is b - A x; otherwise b - A x and its norms.
 
     The sum of the errors with random signs is, in the mean square, as long as all of them together. It may not carry a
-    row over ``tol``, nor change it by more than a tenth; its share is added to the norms.
+    row over ``tol``, nor change it by more than a tenth; it is added to the norms, which are bounds then.
 
     Source: Freivalds (1979), Fast probabilistic algorithms, doi:10.1007/3-540-09526-8_5.
     """
@@ -307,6 +307,6 @@ def _checked(
         error = norm(signs @ (b - r) - product(signs @ x), dim=-1)
         told = norm(r, dim=-1)
         if bool((error <= torch.maximum(tol - told, 0.1 * told)).all()):
-            return r, torch.hypot(told, error / k**0.5)
+            return r, torch.hypot(told, error)
     r = b - product(x)
     return r, norm(r, dim=-1)

@@ -134,8 +134,16 @@ def cg_rows(
         x = torch.where(active.unsqueeze(-1), x, best)
         rr = torch.where(active, true * true, rr)
         p, rz = (r.clone(), rr) if near is None else near(r)
-    negative = ((lowest <= 0) | (status == Status.NEGATIVE_CURVATURE)) & ~watch.twisted
+    if halted is not None:
+        least, error = _beyond(matvec, *halted, gauge)
+        lowest, spread = torch.where(least < lowest, torch.stack([least, error]), torch.stack([lowest, spread]))
+    if near is not None and bool((lowest < 0).any()):  # preconditioned directions need not have shown how large A is
+        ab = matvec(b) if gauge is None else matvec(b) / gauge
+        largest = torch.maximum(largest, torch.linalg.vecdot(ab, ab).nan_to_num(0.0, 0.0, 0.0))
+    # Closer to 0 than rounding, an eigenvalue has no sign.
+    negative = (lowest < -10 * eps * largest.sqrt()) & ~watch.twisted
     negative &= (status != Status.SINGULAR) & (status != Status.NONFINITE)
+    status[status == Status.NEGATIVE_CURVATURE] = int(Status.STAGNATED)
     status[negative] = int(Status.NEGATIVE_CURVATURE)
     if notes is not None and bool(empty.any()):
         notes.append(
@@ -147,9 +155,6 @@ def cg_rows(
     if notes is not None and bool((watch.twisted & (status == Status.STAGNATED)).any()):
         notes.append(f"x'A p and p'A x differ by {watch.twist:.1e} of |A| |x| |p|: the product is not symmetric")
     if notes is not None and bool(negative.any()):
-        if halted is not None:
-            least, error = _beyond(matvec, *halted, gauge)
-            lowest, spread = torch.where(least < lowest, torch.stack([least, error]), torch.stack([lowest, spread]))
         for run in runs:
             run.append(rr, rr, torch.zeros_like(active))
         notes.append(_told(runs, lowest, spread, size, negative, gauge, eps))
@@ -386,7 +391,9 @@ def _told(
         chosen[negative] = torch.zeros_like(bounds, dtype=torch.bool).index_fill(0, few, True)
         for run in runs:
             values, errors = (each * scale[chosen] for each in least_eigenvalue(run, chosen))
-            found.append((float(values.min()), float(errors[values.argmin()])))
+            sure = values + errors < 0  # where rounding spoilt the recursion, its matrix says nothing of A
+            found.extend(zip(values[sure].tolist(), errors[sure].tolist(), strict=True))
     least, error = min(found)
     enough = error - least + max(0.01 * abs(least), eps**0.5 * float(whole.max()))
-    return f"{told_indefinite(least)}; larger by {enough:.4g} would do, if that eigenvalue (to {error:.1g}) is the smallest"
+    known = f"if that eigenvalue (to {error:.1g}) is the smallest"
+    return f"{told_indefinite(least)}; larger by {enough:.4g} would do, {known}"

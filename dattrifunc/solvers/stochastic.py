@@ -118,23 +118,25 @@ def lissa_rows(
             active = active & (change > tol * length)
     if fixed:
         diverged = diverged | ((steps > 1) & (change > 1.001 * first) & (change > 10 * eps))
-    u = e.mean(1) / scaling
+    mean = e.mean(1)
+    u = mean / scaling
     lost, status = diverged.any(1), torch.full(u.shape[:-1], int(Status.MAX_ITER), device=u.device)
     status = status.masked_fill(lost, int(Status.DIVERGED)).masked_fill(nonfinite.any(1), int(Status.NONFINITE))
     if notes is not None and bool(lost.any()):
         notes.append(f"scaling {scaling:.4g} is too small for some batch, or its curvature is negative")
-    size = torch.full(u.shape[:-1], scaling, dtype=u.dtype, device=u.device)
+    gauge = torch.full((*u.shape[:-1], 1), scaling, dtype=u.dtype, device=u.device)
     # Without a product spent on the residual, only what was seen on the way counts.
-    residual = torch.zeros_like(size)
+    residual = torch.zeros_like(gauge).squeeze(-1)
     if full is not None:
         residual = torch.linalg.vector_norm(v.squeeze(1) - full(u) - damping * scaling * u, dim=-1)
-    raw = judge(scaled, u, residual.masked_fill(lost, torch.inf), size, status, steps.amax(1), tol, eps)
-    told = residual if full is not None else torch.full_like(size, torch.nan)
+    bad, one = residual.masked_fill(lost, torch.inf), torch.ones_like(residual)
+    raw = judge(scaled, mean, bad, one, status, steps.amax(1), tol, eps, gauge)
+    told = residual if full is not None else torch.full_like(one, torch.nan)
     gone = raw.status == Status.NONFINITE
-    error = torch.full_like(size, torch.nan)
+    error = torch.full_like(one, torch.nan)
     if num_repeat > 1:
         norm = torch.linalg.vector_norm
-        error = norm(e.std(1) / (scaling * num_repeat**0.5), dim=-1) / norm(u, dim=-1)
+        error = norm(e.std(1) / num_repeat**0.5, dim=-1) / norm(mean, dim=-1)
     return raw._replace(
         residual=told.masked_fill(scaled.zero, 0.0).masked_fill(gone, torch.nan),
         standard_error=error.masked_fill(scaled.zero, 0.0).masked_fill(gone | lost, torch.nan),

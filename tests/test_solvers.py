@@ -1143,3 +1143,16 @@ def test_a_graph_inside_a_transform_is_refused(transform):
     w = torch.tensor([0.5, -1.0, 1.5, 0.7]).double()
     with pytest.raises(RuntimeError, match=r"hides a tensor of a running torch.func transform"):
         torch.func.grad(f)(w) if transform == "grad" else torch.func.vmap(f)(torch.stack([w, w]))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("second", [2.0, -1.0])
+def test_auto_without_room_for_a_basis(monkeypatch, batched, second):
+    """Short recurrences: CG, and MINRES for the rows on which p'Ap vanished."""
+    monkeypatch.setattr(solvers, "fits", lambda *_: False)
+    diagonal = torch.tensor([1.0, second] * 4)
+    b = torch.ones(8).expand(3, 8).clone() if batched else torch.ones(8)
+    u, info = solvers.auto(lambda v: v * diagonal, b, batched=batched)
+    assert info.method == ("cg" if second > 0 else "cg, then minres")
+    assert info.converged.all()
+    torch.testing.assert_close(u * diagonal, b)

@@ -21,8 +21,8 @@ NUMBERS = 1 << 27  # most numbers that the two bases hold, where that leaves roo
 
 
 def fits(k: int, p: int) -> bool:
-    """Say whether 24 blocks of k directions are held without a restart."""
-    return 2 * p * min(24 * k, p) <= NUMBERS
+    """Say whether 8 blocks of k directions are held without a restart."""
+    return 2 * p * min(8 * k, p) <= NUMBERS
 
 
 class _Space:

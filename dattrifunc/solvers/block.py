@@ -277,7 +277,7 @@ def block_rows(
         notes.extend([WRONG] if unfit else [])
     scale = torch.ones_like(zero[:, 0]) if gauge is None else gauge.reshape(-1)
     negative = torch.zeros_like(lowest, dtype=torch.bool)
-    if bool((lowest < 0).any()) or bool(unsolved.any()):
+    if space.size <= 256 or bool((lowest <= work * size.squeeze(-1)).any()) or bool(unsolved.any()):
         least = space.least().to(rows.dtype)
         negative = least < -noise(p, eps) * size.squeeze(-1)
     if bool(negative.any()):

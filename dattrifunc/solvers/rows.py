@@ -212,4 +212,4 @@ def as_returned(raw: Raw, rows: torch.Tensor, layout: Layout, matvec: Matvec | N
 def leaves_at(layout: Layout, columns: torch.Tensor) -> list[str]:
     """Return the names of the leaves that hold one of these columns [p]."""
     spans = zip(layout.names, layout.offsets, layout.sizes, strict=True)
-    return [name for name, start, size in spans if bool(columns[start : start + size].any())]
+    return [name or "v" for name, start, size in spans if bool(columns[start : start + size].any())]

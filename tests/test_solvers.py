@@ -677,6 +677,16 @@ def test_minres_on_indefinite_curvature():
         assert info.iterations <= 2
 
 
+def test_minres_cut_short_says_so():
+    """A limit that ends the solve is named, with how many rows it left; a solve that ends before says nothing."""
+    h, v = torch.diag(torch.linspace(-1, 3, 50).double()), torch.ones(2, 50).double()
+    v[1, 1:] = 0  # an eigenvector: solved in one step
+    info = solve("minres", h, v, max_iter=3).info
+    assert info.status.tolist() == [Status.MAX_ITER, Status.CONVERGED]
+    assert info.reason == "1 of 2 still converging after 3 steps (max_iter)"
+    assert solve("minres", h, v, max_iter=200).info.reason == ""
+
+
 @given(quadratics(kind="indefinite"))
 def test_minres_equals_dense_algebra_on_indefinite_systems(problem):
     want = torch.linalg.solve(problem.hessian, flat(problem.rhs, batch=True).T).T

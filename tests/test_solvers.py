@@ -677,6 +677,19 @@ def test_minres_on_indefinite_curvature():
         assert info.iterations <= 2
 
 
+def test_block_never_denies_negative_curvature():
+    """Solved or not, in however large a space and with v^T A v > 0 throughout, negative curvature in it is told."""
+    values = torch.cat([torch.tensor([-0.07]), torch.logspace(-2, 1, 599)]).double()
+    h, rng = spectral(0, 600, values)
+    b = torch.randn(8, 600, generator=rng, dtype=torch.float64)
+    u, info = solve("cg", h, b, tol=1e-5, block=True)
+    assert info.converged.all()
+    assert ((b - u @ h).norm(dim=-1) <= 1.01e-5 * b.norm(dim=-1)).all()
+    least = re.fullmatch(r"negative curvature: smallest eigenvalue at most (-[0-9.]+): .*", info.reason)
+    assert least
+    assert -0.0701 < float(least[1]) < -0.0699
+
+
 def test_minres_cut_short_says_so():
     """A limit that ends the solve is named, with how many rows it left; a solve that ends before says nothing."""
     h, v = torch.diag(torch.linspace(-1, 3, 50).double()), torch.ones(2, 50).double()

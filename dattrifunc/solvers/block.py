@@ -110,13 +110,17 @@ class _Space:
         inside = (r @ self.q.mT).double() @ self._a[:, : self.size, : self.size]
         return inside.to(r.dtype) @ self.z
 
-    def least(self) -> torch.Tensor:
-        """Return the least Ritz value of A in K, [b]."""
+    def least(self, floor: torch.Tensor) -> torch.Tensor:
+        """Return the least Ritz value of A in K, [b]; -floor, where a Cholesky factor shows that none is below that."""
         if not self.size:
             return torch.zeros(len(self._q), dtype=torch.float64, device=self._q.device)
         found = self._a[:, : self.size, : self.size] @ (self.z @ self.q.mT).double()
         absent = ~(self.q != 0).any(-1) * found.abs().amax((-1, -2)).unsqueeze(-1)
-        values: torch.Tensor = torch.linalg.eigvalsh((found + found.mT) / 2 + torch.diag_embed(absent))
+        found = (found + found.mT) / 2 + torch.diag_embed(absent)
+        raised = floor.double().unsqueeze(-1).expand(found.shape[:-1])
+        if not bool(torch.linalg.cholesky_ex(found + torch.diag_embed(raised)).info.any()):
+            return -floor.double()
+        values: torch.Tensor = torch.linalg.eigvalsh(found)
         return values[:, 0]
 
 
@@ -195,7 +199,6 @@ def block_rows(
     space, moved = _Space(r, most), x
     length = norm(r, dim=-1)
     stop, size = 0.9 * tol, zero[:, :1]
-    lowest = torch.full_like(zero[:, 0], torch.inf)
     status = torch.full(zero.shape, int(Status.MAX_ITER), device=rows.device)
     iterations = torch.zeros_like(status)
     residual, best = torch.full_like(zero, torch.inf), x
@@ -236,7 +239,6 @@ def block_rows(
                 active = active & ~broken
                 aw, w = (t.masked_fill(broken.unsqueeze(-1), 0.0) for t in (aw, w))
             size = torch.maximum(size, norm(aw, dim=-1).amax(-1, keepdim=True))
-            lowest = torch.minimum(lowest, torch.linalg.vecdot(w, aw).amin(-1))
             begin = space.size
             space.add(w, aw, noise(p, eps) * size.squeeze(-1).double())
             r = space.take(r, begin)
@@ -276,10 +278,9 @@ def block_rows(
         notes.extend([f"{dropped} null directions dropped"] if dropped else [])
         notes.extend([WRONG] if unfit else [])
     scale = torch.ones_like(zero[:, 0]) if gauge is None else gauge.reshape(-1)
-    negative = torch.zeros_like(lowest, dtype=torch.bool)
-    if space.size <= 256 or bool((lowest <= work * size.squeeze(-1)).any()) or bool(unsolved.any()):
-        least = space.least().to(rows.dtype)
-        negative = least < -noise(p, eps) * size.squeeze(-1)
+    floor = noise(p, eps) * size.squeeze(-1)
+    least = space.least(floor).to(rows.dtype)
+    negative = least < -floor
     if bool(negative.any()):
         if notes is not None:
             notes.append(told_indefinite(float((least * scale).min())))

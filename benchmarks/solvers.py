@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -151,14 +152,16 @@ def grid() -> list[Task]:
 # the solvers
 
 
+def solving(task: Task, name: str, **knobs: Any) -> Callable[[], Any]:
+    """Return what solves the task with this solver and these knobs, built anew by each call."""
+    bind = getattr(dattrifunc, f"ihvp_at_x_{name}")
+    given = {"regularization": task.lam, "product": task.product, "has_aux": True, **knobs}
+    return lambda: bind(task.loss, *task.x, **given)(task.vectors())
+
+
 def choices(task: Task) -> dict[str, Callable[[], Any]]:
     """Return what a user could choose by hand."""
-
-    def form(name: str, **knobs: Any) -> Callable[[], Any]:
-        bind = getattr(dattrifunc, f"ihvp_at_x_{name}")
-        given = {"regularization": task.lam, "product": task.product, "has_aux": True, **knobs}
-        return lambda: bind(task.loss, *task.x, **given)(task.vectors())
-
+    form = partial(solving, task)
     return {
         "cg": form("cg", tol=TOL),
         "minres": form("minres", tol=TOL),
@@ -305,12 +308,7 @@ def indefinite() -> list[dict[str, Any]]:
     x, y = digits()
     loss = composite(*widths)
     task = Task("hessian", loss, (params, x.double(), y), hvp_at_x, 8, 1e-2)
-    given = {"regularization": task.lam, "product": task.product, "has_aux": True}
-
-    def form(name: str, **knobs: Any) -> Callable[[], Any]:
-        bind = getattr(dattrifunc, f"ihvp_at_x_{name}")
-        return lambda: bind(task.loss, *task.x, **given, **knobs)(task.vectors())
-
+    form = partial(solving, task)
     solvers = choices(task) | {
         "minres": form("minres", tol=TOL, max_iter=10 * task.p),
         "nystrom": form("nystrom", rank=100, generator=torch.Generator().manual_seed(0)),

@@ -688,16 +688,23 @@ def test_block_never_denies_negative_curvature():
     least = re.fullmatch(r"negative curvature: smallest eigenvalue at most (-[0-9.]+): .*", info.reason)
     assert least
     assert -0.0701 < float(least[1]) < -0.0699
+    info = solve("auto", h, b, tol=1e-5).info
+    assert info.converged.all()
+    assert info.method == "block minres"
+    assert f"negative curvature: smallest eigenvalue at most {least[1]}" in info.reason
+    assert " no negative curvature" not in info.reason
 
 
 def test_minres_cut_short_says_so():
-    """A limit that ends the solve is named, with how many rows it left; a solve that ends before says nothing."""
+    """A limit that ends the solve is named, with its cure, for the rows it left and for no other."""
     h, v = torch.diag(torch.linspace(-1, 3, 50).double()), torch.ones(2, 50).double()
     v[1, 1:] = 0  # an eigenvector: solved in one step
     info = solve("minres", h, v, max_iter=3).info
     assert info.status.tolist() == [Status.MAX_ITER, Status.CONVERGED]
-    assert info.reason == "1 of 2 still converging after 3 steps (max_iter)"
-    assert solve("minres", h, v, max_iter=200).info.reason == ""
+    assert info.iterations[0] == 3
+    assert re.match(r"ran out of steps .* raise max_iter", info.messages()[0])
+    assert info.messages()[1].startswith("converged")
+    assert solve("minres", h, v, max_iter=200).info.converged.all()
 
 
 @given(quadratics(kind="indefinite"))

@@ -110,17 +110,13 @@ class _Space:
         inside = (r @ self.q.mT).double() @ self._a[:, : self.size, : self.size]
         return inside.to(r.dtype) @ self.z
 
-    def least(self, floor: torch.Tensor) -> torch.Tensor:
-        """Return the least Ritz value of A in K, [b]; -floor, where a Cholesky factor shows that none is below that."""
+    def least(self) -> torch.Tensor:
+        """Return the least Ritz value of A in K, [b]."""
         if not self.size:
             return torch.zeros(len(self._q), dtype=torch.float64, device=self._q.device)
         found = self._a[:, : self.size, : self.size] @ (self.z @ self.q.mT).double()
         absent = ~(self.q != 0).any(-1) * found.abs().amax((-1, -2)).unsqueeze(-1)
-        found = (found + found.mT) / 2 + torch.diag_embed(absent)
-        raised = floor.double().unsqueeze(-1).expand(found.shape[:-1])
-        if not bool(torch.linalg.cholesky_ex(found + torch.diag_embed(raised)).info.any()):
-            return -floor.double()
-        values: torch.Tensor = torch.linalg.eigvalsh(found)
+        values: torch.Tensor = torch.linalg.eigvalsh((found + found.mT) / 2 + torch.diag_embed(absent))
         return values[:, 0]
 
 
@@ -278,9 +274,8 @@ def block_rows(
         notes.extend([f"{dropped} null directions dropped"] if dropped else [])
         notes.extend([WRONG] if unfit else [])
     scale = torch.ones_like(zero[:, 0]) if gauge is None else gauge.reshape(-1)
-    floor = noise(p, eps) * size.squeeze(-1)
-    least = space.least(floor).to(rows.dtype)
-    negative = least < -floor
+    least = space.least().to(rows.dtype)
+    negative = least < -noise(p, eps) * size.squeeze(-1)
     if bool(negative.any()):
         if notes is not None:
             notes.append(told_indefinite(float((least * scale).min())))

@@ -168,7 +168,4 @@ def minres_rows(
         empty = (remainder.abs() > 1e-3).reshape(-1, b.shape[-1]).any(0)
         names = ", ".join(repr(name) for name in leaves_at(layout, empty))
         notes.append(f"v is not in the range: no curvature in {names} along what is left of it")
-    raw = judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)
-    if notes is not None and (late := int((~raw.converged & (raw.status == Status.MAX_ITER)).sum())):
-        notes.append(f"{late} of {raw.status.numel()} still converging after {max_iter} steps (max_iter)")
-    return raw
+    return judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)

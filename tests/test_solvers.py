@@ -189,26 +189,23 @@ def test_cg_tells_the_smallest_eigenvalue(p, seed, scale, k):
 
 
 @given(st.integers(3, 12), st.integers(1, 4), st.integers(0, 2**31), st.booleans())
-def test_cg_s_estimate_is_the_smallest_ritz_value(p, steps, seed, negative):
-    """The coefficients of a row give its Krylov space's smallest eigenvalue, by dense algebra on that space."""
+def test_cg_tells_the_smallest_eigenvalue_however_early_it_stops(p, steps, seed, negative):
+    """The steps taken show one direction of negative curvature; what is told was sought from there, by products."""
     values = torch.linspace(-1, 2, p, dtype=torch.float64) - 1.5 * negative
     h, rng = spectral(seed, p, values)
     b = torch.randn(2, p, generator=rng, dtype=torch.float64)
     info = solve("cg", h, b, max_iter=steps, tol=0).info
-    powers = [torch.linalg.matrix_power(h, j) for j in range(min(steps, p))]
-    bases = [torch.linalg.qr(torch.stack([power @ one for power in powers], 1)).Q for one in b]
-    want = min(float(torch.linalg.eigvalsh(q.T @ h @ q)[0]) for q in bases)
-    if (info.status == Status.NEGATIVE_CURVATURE).all():
-        assert abs(told_eigenvalue(info.reason)[0] - want) < 1e-3 * abs(want)
+    if (info.status == Status.NEGATIVE_CURVATURE).any():
+        assert abs(told_eigenvalue(info.reason)[0] - float(values[0])) < 1e-3 * abs(float(values[0]))
 
 
-def test_cg_s_estimate_survives_restarts():
-    """Each run from a true residual is a Krylov space of its own: run together they would give any number."""
-    h, rng = spectral(0, 30, torch.cat([torch.tensor([-1e-3]), torch.logspace(-7, 0, 29)]).double())
+@pytest.mark.parametrize("seed", range(12))
+def test_cg_s_estimate_survives_rounding(seed):
+    """After restarts and lost orthogonality the recursion's coefficients give -43 and -156 for seeds 1 and 7."""
+    h, rng = spectral(seed, 30, torch.cat([torch.tensor([-1e-3]), torch.logspace(-7, 0, 29)]).double())
     b = torch.randn(2, 30, generator=rng, dtype=torch.float64)
-    seen = []
-    info = solve("cg", h.float(), b.float(), tol=1e-6, max_iter=2000, callback=lambda _, r: seen.append(r)).info
-    assert (torch.stack(seen)[1:] > 30 * torch.stack(seen)[:-1]).any()  # a restart
+    info = solve("cg", h.float(), b.float(), tol=1e-6, max_iter=2000).info
+    assert (info.status == Status.NEGATIVE_CURVATURE).all()
     assert -1.02e-3 < told_eigenvalue(info.reason)[0] < -0.98e-3
 
 

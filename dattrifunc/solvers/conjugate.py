@@ -8,7 +8,8 @@ import torch
 
 from ..implicit import Raw
 from ..tree import Layout
-from .info import Status, told_indefinite
+from .info import Status
+from .lanczos import lowest_curvature, tell_lowest
 from .precondition import WRONG, Guarded
 from .rows import Matvec, attainable, divide, gauge_of, goal, judge, leaves_at, normalise, start_at
 
@@ -37,7 +38,7 @@ def cg_rows(
     Source: Hestenes and Stiefel (1952), doi:10.6028/jres.049.044. Differs: (1) rows are normalised first; (2) one mask
     entry per row; (3) restarts on the true residual until it stops falling; (4) a row stops by the norm of its
     residual, with a preconditioner as without; (5) a row that makes no progress any more stops, see ``Watch``; (6) on
-    negative curvature the steps taken tell the smallest eigenvalue, see ``least_eigenvalue``.
+    negative curvature the smallest eigenvalue is told, see ``tell_lowest``.
     """
     scaled = normalise(rows)
     b = scaled.unit
@@ -51,17 +52,16 @@ def cg_rows(
     iterations = torch.zeros(rr.shape, dtype=torch.int64, device=b.device)
     largest = torch.zeros_like(rr)  # of |A p|^2 / |p|^2: what A was seen to do
     lowest = torch.full_like(rr, torch.inf)  # of p'A p / p'p, where not positive
-    spread = torch.full_like(rr, torch.inf)  # |A p - lowest p| / |p|: how far the next eigenvalue is at most
+    dip: torch.Tensor | None = None  # that p, at unit length
+    halted = torch.zeros_like(active)  # rows whose p'A p vanished
     empty = torch.zeros(b.shape[-1], dtype=torch.bool, device=b.device)  # columns of the null vectors met
     residual, best = torch.full_like(rr, torch.inf), x
     failures = torch.zeros_like(iterations)  # restarts that brought little
     gauge: torch.Tensor | None = None  # [k, *B, 1]: the iteration runs on A / gauge
     unfit, step = torch.zeros_like(active), 0  # rows on which M is not positive definite
-    watch, runs = Watch(b.shape[-1], eps, rr), list[Steps]()
-    halted: tuple[torch.Tensor, torch.Tensor] | None = None  # p and A p where p'A p vanishes, |p| = 1
+    watch = Watch(b.shape[-1], eps, rr)
     while True:
         watch.begin(step, rr)
-        runs.append(Steps(rr))
         if near is not None:
             unfit |= active & near.wrong
             active = active & ~unfit
@@ -81,8 +81,6 @@ def cg_rows(
             largest = torch.maximum(largest, growth)
             iterations += active
             watch.compare(p, ap, largest)
-            if near is None:
-                runs[-1].append(pap, rr, active)
             sound = (pap > work * (pp * aa).sqrt()) & (growth > (4 * eps) ** 2 * largest)
             if not bool((sound | ~active).all()):
                 broken = active & ~aa.isfinite()
@@ -91,11 +89,10 @@ def cg_rows(
                 flat = active & ~null & ~broken & (pap.abs() <= work * (pp * aa).sqrt())
                 lower = (active & (pap <= 0) | flat) & (pap / pp < lowest)
                 lowest = torch.where(lower, pap / pp, lowest)
-                spread = torch.where(lower, (growth - lowest.square()).clamp(min=0).sqrt(), spread)
-                if bool(flat.any()):
-                    unit = flat.unsqueeze(-1) / pp.clamp(min=tiny).sqrt().unsqueeze(-1)
-                    before = halted or (torch.zeros_like(b), torch.zeros_like(b))
-                    halted = before[0].addcmul(unit, p), before[1].addcmul(unit, ap.nan_to_num(0.0, 0.0, 0.0))
+                if bool(lower.any()):
+                    unit = lower.unsqueeze(-1) / pp.clamp(min=tiny).sqrt().unsqueeze(-1)
+                    dip = unit * p if dip is None else torch.where(unit > 0, unit * p, dip)
+                halted |= flat
                 status[broken], status[null] = int(Status.NONFINITE), int(Status.SINGULAR)
                 status[flat] = int(Status.NEGATIVE_CURVATURE)
                 empty |= (p.abs() > 1e-3 * pp.sqrt().unsqueeze(-1))[null].any(0)
@@ -134,14 +131,16 @@ def cg_rows(
         x = torch.where(active.unsqueeze(-1), x, best)
         rr = torch.where(active, true * true, rr)
         p, rz = (r.clone(), rr) if near is None else near(r)
-    if halted is not None:
-        least, error = _beyond(matvec, *halted, gauge)
-        lowest, spread = torch.where(least < lowest, torch.stack([least, error]), torch.stack([lowest, spread]))
     if near is not None and bool((lowest < 0).any()):  # preconditioned directions need not have shown how large A is
         ab = matvec(b) if gauge is None else matvec(b) / gauge
         largest = torch.maximum(largest, torch.linalg.vecdot(ab, ab).nan_to_num(0.0, 0.0, 0.0))
     # Closer to 0 than rounding, an eigenvalue has no sign.
-    negative = (lowest < -10 * eps * largest.sqrt()) & ~watch.twisted
+    below = -10 * eps * largest.sqrt()
+    halted &= lowest >= below
+    if dip is not None and bool(halted.any()):  # p'A p = 0, and A p is not: span(p, A p) holds negative curvature
+        least, _ = lowest_curvature(matvec, dip.masked_fill(~halted.unsqueeze(-1), 0.0), eps, most=2)
+        lowest = torch.minimum(lowest, (least if gauge is None else least / gauge.squeeze(-1)).to(lowest))
+    negative = (lowest < below) & ~watch.twisted
     negative &= (status != Status.SINGULAR) & (status != Status.NONFINITE)
     status[status == Status.NEGATIVE_CURVATURE] = int(Status.STAGNATED)
     status[negative] = int(Status.NEGATIVE_CURVATURE)
@@ -154,10 +153,9 @@ def cg_rows(
         notes.append(WRONG)
     if notes is not None and bool((watch.twisted & (status == Status.STAGNATED)).any()):
         notes.append(f"x'A p and p'A x differ by {watch.twist:.1e} of |A| |x| |p|: the product is not symmetric")
-    if notes is not None and bool(negative.any()):
-        for run in runs:
-            run.append(rr, rr, torch.zeros_like(active))
-        notes.append(_told(runs, lowest, spread, size, negative, gauge, eps))
+    if notes is not None and dip is not None and bool(negative.any()):
+        curvature = (lowest if gauge is None else lowest * gauge.squeeze(-1)).masked_fill(~negative, torch.inf)
+        notes.append(tell_lowest(matvec, dip, curvature, eps)[1])
     return judge(scaled, best, residual, size, status, iterations, tol, eps, gauge)
 
 
@@ -268,132 +266,3 @@ class Watch:
         self.twisted = self.twisted | twisted
         if bool(twisted.any()):
             self.twist = max(self.twist, float((apart / whole)[twisted].max()))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the smallest eigenvalue
-
-
-class Steps:
-    """What the steps of a run leave for the Lanczos matrix; in one block, so that memory stays whole.
-
-    Attributes:
-        count: how many there are.
-        eps: rounding unit.
-    """
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self._block = like.new_zeros(32, 3, *like.shape)
-        self.eps = torch.finfo(like.dtype).eps
-        self.count = 0
-
-    def append(self, curvature: torch.Tensor, square: torch.Tensor, active: torch.Tensor) -> None:
-        """Add a step: p'A p, and |r|^2 before it; which rows took it."""
-        if self.count == len(self._block):
-            self._block = torch.cat([self._block, torch.zeros_like(self._block)])
-        torch.stack((curvature, square, active.to(curvature)), out=self._block[self.count])
-        self.count += 1
-
-    def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the three for some rows (a mask), [n, count] each."""
-        curvature, square, active = (self._block[: self.count, i][:, rows].mT.double() for i in range(3))
-        return curvature, square, active.bool()
-
-
-def least_eigenvalue(run: Steps, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest Ritz value of one run of CG for each of these rows (a mask, n true), and an error bound.
-
-    With alpha = |r|^2 / p'Ap and beta = |r_next|^2 / |r|^2, A on the Krylov space of r is tridiagonal in the basis of
-    the normalised residuals: 1 / alpha_j + beta_{j-1} / alpha_{j-1} on the diagonal, sqrt(beta_j) / |alpha_j| beside
-    it, for an indefinite A too. So no product is needed, and no alpha: a last step with p'Ap = 0 does no harm.
-
-    Args:
-        run: the steps, and one more for the last |r|^2, that no row took.
-        rows: which rows.
-
-    Returns:
-        (values [n], errors [n]) in float64: upper bounds of the smallest eigenvalue, and how far from each the next
-        eigenvalue is at most; (inf, inf) for rows that took no step.
-
-    Source: Golub and Van Loan (2013), Matrix Computations, 4th edition, section 11.3.
-    """
-    curvature, square, active = run.of(rows)
-    taken = (active & curvature.isfinite()).cumprod(-1).bool()  # [n, m + 1]
-    pace = torch.where(taken, curvature / square, 0.0)  # 1 / alpha
-    beta = torch.where(taken[:, :-1], square[:, 1:] / square[:, :-1], 0.0)
-    beside = beta.sqrt() * pace[:, :-1].abs()
-    diagonal = pace[:, :-1].clone()
-    diagonal[:, 1:] += beta[:, :-1] * pace[:, :-2]
-    inside, count = taken[:, :-1], taken.sum(-1, keepdim=True)
-    diagonal = torch.where(inside, diagonal, diagonal[:, :1])  # a row that stopped early: padded with what it has
-    link = torch.where(inside[:, 1:], beside[:, :-1], 0.0)
-    values, vectors = torch.linalg.eigh(
-        torch.diag_embed(diagonal) + torch.diag_embed(link, 1) + torch.diag_embed(link, -1)
-    )
-    at = (count - 1).clamp(min=0)
-    end = vectors[..., 0].gather(-1, at).squeeze(-1).abs() * beside.gather(-1, at).squeeze(-1)
-    # Steps near p'Ap = 0 have large pivots, which cancel: what rounding does to those, it does to the eigenvalues.
-    noise = 30 * run.eps * ((1 + beta) * pace[:, :-1].abs()).amax(-1)
-    none = (count.squeeze(-1) == 0) | ~noise.isfinite()
-    return (values[:, 0] + noise).masked_fill(none, torch.inf), (end + noise).masked_fill(none, torch.inf)
-
-
-def _beyond(
-    matvec: Matvec, p: torch.Tensor, ap: torch.Tensor, gauge: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smaller eigenvalue of A on span(p, A p), p'A p = 0, and an error bound, at one product.
-
-    (inf, inf) where p is 0.
-    """
-    dot, norm = torch.linalg.vecdot, torch.linalg.vector_norm
-    first = dot(p, ap)
-    w = ap - first.unsqueeze(-1) * p
-    link = norm(w, dim=-1)
-    w = divide(w, link)
-    aw = matvec(w) if gauge is None else matvec(w) / gauge
-    second = dot(w, aw)
-    least = (first + second) / 2 - torch.hypot((first - second) / 2, link)
-    a, c = link, least - first  # its vector is a p + c w, not normalised
-    rest = a.unsqueeze(-1) * (ap - least.unsqueeze(-1) * p) + c.unsqueeze(-1) * (aw - least.unsqueeze(-1) * w)
-    error = norm(rest, dim=-1) / torch.hypot(a, c)
-    none = (link == 0) | ~(least + error).isfinite()
-    return least.masked_fill(none, torch.inf), error.masked_fill(none, torch.inf)
-
-
-def _told(
-    runs: list[Steps],
-    lowest: torch.Tensor,
-    spread: torch.Tensor,
-    size: torch.Tensor,
-    negative: torch.Tensor,
-    gauge: torch.Tensor | None,
-    eps: float,
-) -> str:
-    """Return what is known of the smallest eigenvalue, and the lambda that would do, in words.
-
-    Args:
-        runs: the steps of every run; empty where there is a preconditioner.
-        lowest: an upper bound for each row.
-        spread: its error.
-        size: |A| for each row.
-        negative: the rows that met negative curvature.
-        gauge: all of these are of A / gauge.
-        eps: rounding unit.
-    """
-    scale = (torch.ones_like(lowest) if gauge is None else gauge.squeeze(-1)).double()
-    bounds, errors, whole = ((value * scale)[negative] for value in (lowest, spread, size))
-    found = [(float(bounds[i]), float(errors[i])) for i in [int(bounds.argmin())]]
-    longest = max(run.count for run in runs)
-    if longest > 1:
-        # The rows with the lowest bounds; one where the matrices are large.
-        few = bounds.argsort()[: max(1, min(8, (300 // longest) ** 2))]
-        chosen = torch.zeros_like(negative)
-        chosen[negative] = torch.zeros_like(bounds, dtype=torch.bool).index_fill(0, few, True)
-        for run in runs:
-            values, errors = (each * scale[chosen] for each in least_eigenvalue(run, chosen))
-            sure = values + errors < 0  # where rounding spoilt the recursion, its matrix says nothing of A
-            found.extend(zip(values[sure].tolist(), errors[sure].tolist(), strict=True))
-    least, error = min(found)
-    enough = error - least + max(0.01 * abs(least), eps**0.5 * float(whole.max()))
-    known = f"if that eigenvalue (to {error:.1g}) is the smallest"
-    return f"{told_indefinite(least)}; larger by {enough:.4g} would do, {known}"

@@ -11,14 +11,24 @@ import torch
 from ..implicit import Raw
 from ..tree import Layout
 from .block import NUMBERS
-from .info import Status
+from .info import Status, told_indefinite
 from .krylov import Projection, noise, spectral
 from .rows import Matvec, judge_approximation, leaves_at, normalise
 
-__all__ = ["Eigenpairs", "RitzInverse", "arnoldi_rows", "eigenpairs", "ritz_inverse", "seed_of"]
+__all__ = [
+    "Eigenpairs",
+    "RitzInverse",
+    "arnoldi_rows",
+    "eigenpairs",
+    "lowest_curvature",
+    "ritz_inverse",
+    "seed_of",
+    "tell_lowest",
+]
 
 _MOST_SEED = 1 << 62
 DIRECTIONS = 512  # most that the space of eigenpairs holds, where 8 blocks are fewer
+_TELLING = 50  # products that telling the smallest eigenvalue may take, with one vector each
 
 
 def seed_of(generator: torch.Generator | None) -> int:
@@ -127,14 +137,15 @@ def ritz_inverse(
     lowest = values.amin(-1) if space.size else largest[:, 0]
     lowest = torch.where(lowest < -cut * largest[:, 0], lowest, 0.0)
     sums = torch.where(null, values.clamp(min=0), values) + shift
-    unsettled = (lowest < 0).unsqueeze(-1) & (error > sums.abs()) & ~null
+    rounding = cut * (largest + shift)  # an error below that is none, and a sum below that is 0
+    unsettled = (lowest < 0).unsqueeze(-1) & (error > torch.maximum(sums.abs(), rounding)) & ~null
     top = min(top_k, space.size)
     whole = (null | (torch.arange(space.size, device=null.device) < top)).all(-1) & ~unsettled.any(-1)
     told = null & ~space.lost.unsqueeze(-1)
     out = ((null & ~counts) | unsettled)[:, :top]
     columns = turn.gather(-1, order.unsqueeze(1).expand_as(turn))[..., :top].masked_fill(out.unsqueeze(1), 0.0)
     vectors = (columns.mT.to(like.dtype) @ space.basis).mT
-    singular = ((sums.abs() <= cut * (largest + shift)) & ~null)[:, :top] | out
+    singular = ((sums.abs() <= rounding) & ~null)[:, :top] | out
     divides = counts & (out.any(-1, keepdim=True) | torch.tensor(top < p, device=counts.device))
     gauge = torch.where(divides, shift, largest.masked_fill(largest == 0, 1.0))
     factors = torch.where(singular, 0.0, gauge / torch.where(singular, 1.0, sums[:, :top]))
@@ -210,6 +221,74 @@ def arnoldi_rows(
         count = int((inverse.factors != 0).sum(-1).min())
         notes.append(f"{count} of {p} directions kept, the rest {rest}; raise max_iter and top_k, or use ihvp_cg")
     return raw
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the smallest eigenvalue, where an iteration met negative curvature
+
+
+def lowest_curvature(
+    product: Matvec, start: torch.Tensor, eps: float, most: int = _TELLING
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a bound of the smallest eigenvalue of A for each row of ``start``, from the Krylov space of that row.
+
+    The space is orthogonalised twice, and the bound is its smallest Ritz value: what products showed. What the steps of
+    an iteration say of its Krylov space (their Lanczos matrix) is wrong by any factor once rounding has spoilt them.
+
+    Args:
+        product: rows [k, *B, p] -> A rows.
+        start: directions [k, *B, p], best of low curvature already; a row of 0 has no answer.
+        eps: rounding unit of a product.
+        most: products at most; they end where the Ritz value is known to a thousandth.
+
+    Returns:
+        (values, errors) [k, *B] in float64: no eigenvalue is above ``value`` for all of A, and one is within ``error``
+        of it; rounding is in both. (inf, inf) where there is no answer.
+    """
+    p = start.shape[-1]
+    unit = normalise(start.reshape(-1, p))
+    none = unit.zero | unit.nonfinite
+
+    def times(rows: torch.Tensor) -> torch.Tensor:
+        return product(rows.reshape(start.shape)).reshape(rows.shape)
+
+    space = Projection(times, max(1, min(most, NUMBERS // max(unit.unit.numel(), 1))), unit.unit)
+    direction, cut, draw = unit.unit.unsqueeze(1), noise(p, eps), _drawn(0, unit.unit)
+    while True:
+        space.add(direction)
+        values, _, errors = space.ritz()
+        least, error = values[:, 0], errors[:, 0]
+        none |= space.lost
+        known = none | (least < 0) & (error <= 1e-3 * least.abs())
+        if space.size == space.most or bool(known.all()):
+            break
+        direction = space.follow(1, cut, draw)
+    rounding = cut * space.largest
+    found = (least + rounding, error + rounding)
+    values, errors = (t.masked_fill(none, torch.inf).reshape(start.shape[:-1]) for t in found)
+    return values, errors
+
+
+def tell_lowest(product: Matvec, start: torch.Tensor, curvature: torch.Tensor, eps: float) -> tuple[float, str]:
+    """Return a bound of the smallest eigenvalue of indefinite matrices, and in words the lambda that would do.
+
+    Args:
+        product: rows [k, *B, p] -> A rows.
+        start: directions [k, *B, p].
+        curvature: x'A x / x'x along these [k, *B], inf where a direction is none.
+        eps: rounding unit of a product.
+    """
+    p = start.shape[-1]
+    curvature = curvature.double()
+    row = curvature.argmin(0)
+    at = row.reshape(1, *row.shape, 1).expand(1, *row.shape, p)
+    there = curvature.gather(0, row.unsqueeze(0))
+    values, errors = lowest_curvature(product, start.gather(0, at).masked_fill(there.isinf().unsqueeze(-1), 0.0), eps)
+    bounds = torch.minimum(values, there)  # rounding is in the former
+    least, error = float(bounds.min()), float(errors.flatten()[bounds.argmin()])
+    enough = error - least + 0.01 * abs(least)
+    known = f"if that eigenvalue (to {error:.1g}) is the smallest"
+    return least, f"{told_indefinite(least)}; larger by {enough:.4g} would do, {known}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -160,8 +160,12 @@ def test_the_largest_eigenvalues_are_kept(top_k, lam, dtype):
     factors[dropped] = 1 / lam if lam else 0.0
     u, info = solvers.arnoldi(h.to(dtype), b.to(dtype), batched=True, top_k=top_k, regularization=lam)
     torch.testing.assert_close(u.double(), b @ (vectors * factors) @ vectors.T, rtol=1e-4, atol=1e-5)
-    assert (info.status == (0 if top_k == 9 else Status.MAX_ITER)).all()
+    assert (info.status == (0 if top_k == 9 else Status.NEGATIVE_CURVATURE)).all()
     assert "smallest Ritz value -8" in info.reason
+    assert top_k == 9 or "raise max_iter and top_k, or use ihvp_minres" in info.reason
+    info = solvers.arnoldi(h.to(dtype), b.to(dtype), batched=True, top_k=top_k, regularization=8.5).info
+    assert (info.status == (0 if top_k == 9 else Status.MAX_ITER)).all()  # then C + lambda I is definite
+    assert top_k == 9 or "or use ihvp_cg" in info.reason
     assert top_k == 9 or f"{top_k} of 9 directions kept" in info.reason
     loose = solvers.arnoldi(h.to(dtype), b.to(dtype), batched=True, top_k=top_k, regularization=lam, tol=0.1).info
     assert torch.equal(loose.converged, loose.residual <= 0.1)

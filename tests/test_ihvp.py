@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import resource
 from concurrent.futures import ThreadPoolExecutor
 
@@ -551,8 +552,16 @@ def test_indefinite_curvature_is_solved_or_flagged():
         assert ihvp_at_x_cg(loss, t)(v).isfinite().all()
     with pytest.warns(ConvergenceWarning, match="diverged"):
         assert ihvp_at_x_lissa(loss, t, scaling=2.0, recursion_depth=50)(v).isfinite().all()
-    info = ihvp_at_x_cg(loss, t, has_aux=True)(v)[1]
-    assert info.status == Status.NEGATIVE_CURVATURE
+    flagging = [
+        (ihvp_at_x_cg, {}),
+        (ihvp_at_x_lissa, {"scaling": 2.0, "recursion_depth": 50}),
+        (ihvp_at_x_arnoldi, {"top_k": 1}),
+        (ihvp_at_x_nystrom, {"regularization": 0.1}),
+    ]
+    for transform, knobs in flagging:
+        info = transform(loss, t, has_aux=True, **knobs)(v)[1]
+        assert info.status == Status.NEGATIVE_CURVATURE
+        assert re.search(r"curvature.* -(1|0\.\d+)", info.reason)
     torch.testing.assert_close(ihvp_at_x_cg(loss, t, regularization=2.0)(v), torch.tensor([1 / 3, 1.0]))
 
 

@@ -889,9 +889,27 @@ def test_lissa_stops_by_norm():
     assert len(calls) < 5
 
 
-def test_lissa_on_negative_curvature_is_flagged():
-    info = solve("lissa", torch.diag(torch.tensor([1.0, -0.1])), torch.ones(2), scaling=2.0, recursion_depth=100).info
-    assert info.status == Status.DIVERGED
+@pytest.mark.fault("F3")
+@pytest.mark.parametrize("depth", [1, 20, 100, 3000])
+@pytest.mark.parametrize("damping", [0.0, 0.03])
+def test_lissa_on_negative_curvature_is_flagged(depth, damping):
+    """No scaling and no depth make the series converge; it said so of neither, and told to raise both."""
+    h = torch.diag(torch.tensor([1.0, 0.5, -0.1]))
+    u, info = solve("lissa", h, torch.ones(2, 3), scaling=2.0, recursion_depth=depth, damping=damping)
+    assert u.isfinite().all()
+    assert (info.status == Status.NEGATIVE_CURVATURE).all()
+    least, enough = told_eigenvalue(info.reason)
+    assert abs(least - (damping * 2 - 0.1)) < 1e-4
+    assert "scaling" not in info.reason
+    assert "add regularization" in info.messages()[0]
+    b = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    info = solve("lissa", h, b, scaling=2.0, recursion_depth=depth, damping=damping).info  # the first row is solvable
+    good = [] if depth < 100 else [0]
+    assert info.converged.nonzero().flatten().tolist() == good
+    h = h + enough * torch.eye(3)
+    info = solve("lissa", h, torch.ones(3), scaling=2.0, recursion_depth=depth, damping=damping).info
+    assert info.status in (Status.MAX_ITER, Status.CONVERGED)
+    assert "eigenvalue" not in info.reason
 
 
 @pytest.mark.parametrize("depth", [3, 8, 20, 200])

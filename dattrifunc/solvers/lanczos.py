@@ -64,6 +64,7 @@ class RitzInverse(NamedTuple):
         steps: products made.
         whole: the space is all there is, up to directions without curvature [*B].
         lowest: the smallest Ritz value where that is clearly negative, else 0 [*B].
+        indefinite: whether that plus lambda is clearly negative [*B].
         dropped: directions without curvature, where lambda is too small to divide by, over all B.
         bare: directions without curvature but lambda, over all B.
         unsettled: Ritz pairs left out since they may as well belong to no curvature at all, over all B.
@@ -78,6 +79,7 @@ class RitzInverse(NamedTuple):
     steps: int
     whole: torch.Tensor
     lowest: torch.Tensor
+    indefinite: torch.Tensor
     dropped: int
     bare: int
     unsettled: int
@@ -158,6 +160,7 @@ def ritz_inverse(
         space.size,
         (whole & (space.size == p)).reshape(lead),
         lowest.reshape(lead),
+        (lowest + shift < -rounding[:, 0]).reshape(lead),
         int((told & ~counts).sum()),
         int((told & counts).sum()),
         int(unsettled[:, :top].sum()),
@@ -216,10 +219,13 @@ def arnoldi_rows(
     if bool(lacking.any()):
         names = leaves_at(layout, (dropped.abs() > 1e-3 * missed.unsqueeze(-1))[lacking].any(0))
         notes.append(f"no curvature in {', '.join(repr(name) for name in names)} along a part of v")
-    if bool((raw.status == Status.MAX_ITER).any()):
+    short = raw.status == Status.MAX_ITER
+    if bool(short.any()):
+        raw = raw._replace(status=raw.status.masked_fill(short & inverse.indefinite, int(Status.NEGATIVE_CURVATURE)))
         rest = f"divided by lambda = {shift:.2g}" if bool(inverse.divides.any()) else "dropped: lambda is (nearly) 0"
         count = int((inverse.factors != 0).sum(-1).min())
-        notes.append(f"{count} of {p} directions kept, the rest {rest}; raise max_iter and top_k, or use ihvp_cg")
+        exact = "ihvp_minres" if bool(inverse.indefinite.any()) else "ihvp_cg"
+        notes.append(f"{count} of {p} directions kept, the rest {rest}; raise max_iter and top_k, or use {exact}")
     return raw
 
 
@@ -269,26 +275,28 @@ def lowest_curvature(
     return values, errors
 
 
-def tell_lowest(product: Matvec, start: torch.Tensor, curvature: torch.Tensor, eps: float) -> tuple[float, str]:
-    """Return a bound of the smallest eigenvalue of indefinite matrices, and in words the lambda that would do.
+def tell_lowest(product: Matvec, start: torch.Tensor, curvature: torch.Tensor, eps: float) -> tuple[torch.Tensor, str]:
+    """Return a bound of the smallest eigenvalue of matrices, and in words the lambda that would do where it is < 0.
 
     Args:
         product: rows [k, *B, p] -> A rows.
-        start: directions [k, *B, p].
-        curvature: x'A x / x'x along these [k, *B], inf where a direction is none.
+        start: directions [k, *B, p]; one of them is taken for each of *B, that of least curvature.
+        curvature: an upper bound of the smallest eigenvalue from each [k, *B]; inf where a direction is none.
         eps: rounding unit of a product.
+
+    Returns:
+        (bounds [1, *B] in float64, text). A bound is inf where there is no direction.
     """
-    p = start.shape[-1]
     curvature = curvature.double()
-    row = curvature.argmin(0)
-    at = row.reshape(1, *row.shape, 1).expand(1, *row.shape, p)
-    there = curvature.gather(0, row.unsqueeze(0))
-    values, errors = lowest_curvature(product, start.gather(0, at).masked_fill(there.isinf().unsqueeze(-1), 0.0), eps)
-    bounds = torch.minimum(values, there)  # rounding is in the former
+    row = curvature.argmin(0, keepdim=True)
+    known = curvature.gather(0, row)
+    best = start.gather(0, row.unsqueeze(-1).expand(*row.shape, start.shape[-1]))
+    values, errors = lowest_curvature(product, best.masked_fill(known.isinf().unsqueeze(-1), 0.0), eps)
+    bounds = torch.minimum(values, known)  # rounding is in the former
     least, error = float(bounds.min()), float(errors.flatten()[bounds.argmin()])
     enough = error - least + 0.01 * abs(least)
-    known = f"if that eigenvalue (to {error:.1g}) is the smallest"
-    return least, f"{told_indefinite(least)}; larger by {enough:.4g} would do, {known}"
+    condition = f"if that eigenvalue (to {error:.1g}) is the smallest"
+    return bounds, f"{told_indefinite(least)}; larger by {enough:.4g} would do, {condition}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

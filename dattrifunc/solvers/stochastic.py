@@ -8,7 +8,8 @@ import torch
 
 from ..implicit import Raw
 from .info import Status
-from .rows import Matvec, judge, normalise
+from .lanczos import tell_lowest
+from .rows import Matvec, divide, judge, normalise
 
 __all__ = ["draw_batches", "largest_batch_curvature", "lissa_rows"]
 
@@ -77,9 +78,10 @@ def lissa_rows(
         full: product with all samples, for the true residual; None = not wanted.
         notes: takes what is found out about divergence.
 
-    A row diverged when its estimate became larger than any sequence of contractions can make it (|e_t| <= t + 1 for
-    unit v), when it left the range of the dtype, or, with all samples in each step, when its steps grew. The last
-    finite value is kept.
+    A row that is not solved has status NEGATIVE_CURVATURE where 50 products of one vector with all samples, or fewer,
+    show an eigenvalue < 0 of C + damping scaling I: no scaling and no depth would do. Otherwise, it diverged when its
+    estimate became larger than any sequence of contractions can make it (|e_t| <= t + 1 for unit v), when it left the
+    range of the dtype, or, with all samples in each step, when its steps grew. The last finite value is kept.
 
     Source: Agarwal, Bullins and Hazan (2017), Second-order stochastic optimization in linear time, arXiv:1602.03943.
     Differs: (1) batches instead of single samples; (2) index tensors drawn up front; (3) divergence is found.
@@ -122,15 +124,30 @@ def lissa_rows(
     u = mean / scaling
     lost, status = diverged.any(1), torch.full(u.shape[:-1], int(Status.MAX_ITER), device=u.device)
     status = status.masked_fill(lost, int(Status.DIVERGED)).masked_fill(nonfinite.any(1), int(Status.NONFINITE))
-    if notes is not None and bool(lost.any()):
-        notes.append(f"scaling {scaling:.4g} is too small for some batch, or its curvature is negative")
     gauge = torch.full((*u.shape[:-1], 1), scaling, dtype=u.dtype, device=u.device)
     # Without a product spent on the residual, only what was seen on the way counts.
     residual = torch.zeros_like(gauge).squeeze(-1)
+    rest: torch.Tensor | None = None
     if full is not None:
-        residual = torch.linalg.vector_norm(v.squeeze(1) - full(u) - damping * scaling * u, dim=-1)
+        rest = v.squeeze(1) - full(u) - damping * scaling * u
+        residual = torch.linalg.vector_norm(rest, dim=-1)
     bad, one = residual.masked_fill(lost, torch.inf), torch.ones_like(residual)
     raw = judge(scaled, mean, bad, one, status, steps.amax(1), tol, eps, gauge)
+    unsolved = (raw.status == Status.MAX_ITER) | (raw.status == Status.DIVERGED)
+    if full is not None and rest is not None and bool(unsolved.any()):
+        # The series leaves of v what has small or negative curvature, times (1 - lambda_i / scaling)^depth.
+        far = residual.masked_fill(~unsolved | ~residual.isfinite(), 0.0)
+        start, bound = (
+            divide(rest, far).nan_to_num(0.0, 0.0, 0.0),
+            torch.zeros_like(far).masked_fill(far == 0, torch.inf),
+        )
+        least, text = tell_lowest(lambda x: full(x) + damping * scaling * x, start, bound, eps)
+        negative = unsolved & (least < 0)
+        raw = raw._replace(status=raw.status.masked_fill(negative, int(Status.NEGATIVE_CURVATURE)))
+        if notes is not None and bool(negative.any()):
+            notes.append(text)
+    if notes is not None and bool((raw.status == Status.DIVERGED).any()):
+        notes.append(f"scaling {scaling:.4g} is too small for some batch, or its curvature is negative")
     told = residual if full is not None else torch.full_like(one, torch.nan)
     gone = raw.status == Status.NONFINITE
     error = torch.full_like(one, torch.nan)

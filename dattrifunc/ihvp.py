@@ -803,7 +803,8 @@ def ihvp_at_x_arnoldi(
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf. With
         ``has_aux``, ``(u, SolveInfo)``, each field [] or [k]; ``info.reason`` gives the smallest Ritz value where
-        negative curvature was met (it is inverted with its sign), and how many directions have none.
+        negative curvature was met (it is inverted with its sign), and how many directions have none. Status 2: more
+        directions are needed, and C + lambda I is indefinite.
 
     Raises:
         StructureError: v does not match x[argnums] (both structures are printed).
@@ -1157,7 +1158,8 @@ def ihvp_at_x_lissa(
             function with the signature of the first.
         keep_batch_dim: handed on to a product over samples: an axis of size 1 in place of the sample axis.
         chunk_size: most vectors pushed through autodiff at once; None = all k.
-        has_aux: return ``(u, SolveInfo)``; spends one product with all samples on the residual.
+        has_aux: return ``(u, SolveInfo)``; spends one product with all samples on the residual and, where a row is not
+            solved, up to 50 of one vector on whether negative curvature is why.
 
     Returns:
         ``solve(v) -> u`` with the shapes of v: those of ``x[argnums]``, or one extra leading axis k on every leaf.

@@ -1027,9 +1027,9 @@ def arnoldi(
             divided by lambda where that is > 0. Also what ``info.converged`` holds the relative residual against.
 
     Returns:
-        SolveResult(value, info); status 1 where max_iter or top_k is too low for tol, 3 where b is not in the range of
-        a singular A (u is then the least-squares answer of least norm). ``info.reason`` tells of negative curvature and
-        of dropped directions.
+        SolveResult(value, info); status 1 where max_iter or top_k is too low for tol, 2 where it is and A + lambda I
+        has negative curvature, 3 where b is not in the range of a singular A (u is then the least-squares answer of
+        least norm). ``info.reason`` tells of negative curvature and of dropped directions.
 
     Raises:
         ValueError: max_iter or top_k is not >= 1, or lambda is not >= 0.
@@ -1074,8 +1074,10 @@ def lissa(
         generator: source of the batches; same seed, bit-equal answer.
 
     Returns:
-        SolveResult(value, info); status 4 where the series diverges, with the last finite value. The residual takes one
-        more product, with A itself, where ``matvec`` can be called without an index; otherwise it is NaN.
+        SolveResult(value, info); status 4 where the series diverges, with the last finite value, and 2 where that or
+        an unsolved row comes of negative curvature: ``info.reason`` has the eigenvalue and the lambda that would do.
+        The residual takes one more product, with A itself, where ``matvec`` can be called without an index, and the
+        eigenvalue up to 50 of one vector; otherwise the residual is NaN and status 2 is not told.
 
     Source: Agarwal, Bullins and Hazan (2017), arXiv:1602.03943.
 
